@@ -1,0 +1,1 @@
+"""What a diffusion model family implements, free of vLLM."""

@@ -1,0 +1,106 @@
+"""The contract between the diffusion runtime and a model family: one class, six methods.
+
+The runtime owns queueing, batching, progress, aborts, error isolation and results. A family owns its networks and
+its mathematics. One engine step runs, for every running request, one unit of work: ``start`` (text encoding, noise,
+schedule), one denoising step, or ``finish`` (decoding).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from omni_core.requests import VideoRequest
+
+
+class Attention(Protocol):
+    """Full (not causal) scaled dot-product attention, supplied by the platform or chosen by the user.
+
+    ``query``: [batch, query_length, heads, head_dim]; ``key`` and ``value``: [batch, key_length, heads, head_dim];
+    all of one floating dtype on one device. ``scale`` defaults to ``head_dim ** -0.5``.
+    Returns [batch, query_length, heads, head_dim] of the same dtype.
+    """
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a model is loaded with.
+
+    Attributes:
+        checkpoint: local folder of the checkpoint.
+        device: where the weights go.
+        dtype: the dtype asked for; a family may keep parts in float32.
+        attention: the attention to call.
+        options: the stage's own options (``DiffusionStage.options``, as configured).
+    """
+
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    attention: Attention
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DiffusionState:
+    """Everything that one running request holds in a worker; a family subclasses it with its latents and schedule.
+
+    Attributes:
+        request: the validated request.
+        num_steps: how many denoising steps it will take.
+        step: how many it has taken; the runtime counts it, after ``advance`` returned.
+    """
+
+    request: VideoRequest
+    num_steps: int
+    step: int = field(default=0, init=False)
+
+
+class DiffusionModel(nn.Module, ABC):
+    """A diffusion model as the runtime drives it.
+
+    Every method is called under ``torch.inference_mode``, from one thread. With tensor parallelism every rank calls
+    the same methods in the same order with the same arguments.
+    """
+
+    returns: ClassVar[str] = "video"
+
+    @classmethod
+    @abstractmethod
+    def load(cls, context: StageContext) -> DiffusionModel:
+        """Build the model with its weights on ``context.device``. Raises ``CheckpointError`` for a bad checkpoint."""
+
+    @abstractmethod
+    def start(self, request: VideoRequest) -> DiffusionState:
+        """Encode the prompt, draw the noise from the request's own seed, build the schedule."""
+
+    @abstractmethod
+    def batch_key(self, state: DiffusionState) -> Hashable:
+        """Requests with equal keys may share the next ``predict``."""
+
+    @abstractmethod
+    def predict(self, states: Sequence[DiffusionState]) -> Sequence[torch.Tensor]:
+        """One network evaluation for the current step of each state, all of equal ``batch_key``.
+
+        It must not change the states: if it raises for a batch, the runtime calls it again for each request alone, so
+        that only the request at fault fails. What it returns for a state must not depend on the other states beyond
+        rounding.
+        """
+
+    @abstractmethod
+    def advance(self, state: DiffusionState, prediction: torch.Tensor) -> None:
+        """Take the scheduler's step: update the latents of ``state`` with its ``prediction``."""
+
+    @abstractmethod
+    def finish(self, state: DiffusionState) -> torch.Tensor:
+        """Decode the final latents: float32 [frames, height, width, 3] in [0, 1], on any device."""
