@@ -14,7 +14,8 @@ from typing import Any, Protocol
 CONFIG = "config.json"
 MODEL_INDEX = "model_index.json"
 
-_ABSENT = object()
+ABSENT = object()
+"""What ``lookup`` gives for a key that is not there; ``None`` is a value."""
 
 
 class ConfigFiles(Protocol):
@@ -30,11 +31,12 @@ class Predicate(Protocol):
         """Number of conditions found true, or ``None`` if the predicate does not hold."""
 
 
-def _lookup(files: ConfigFiles, file: str, path: str) -> Any:
+def lookup(files: ConfigFiles, file: str, path: str) -> Any:
+    """The value at ``path`` (``"outer.inner"`` for a nested key) of a file, or ``ABSENT``."""
     value: Any = files.read(file)
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
+            return ABSENT
         value = value[part]
     return value
 
@@ -44,17 +46,19 @@ class Key:
     """A key (``"outer.inner"`` for a nested one) is present; with ``equals``, it has that value."""
 
     path: str
-    equals: Any = _ABSENT
+    equals: Any = ABSENT
     file: str = CONFIG
 
     def specificity(self, files: ConfigFiles) -> int | None:
-        value = _lookup(files, self.file, self.path)
-        if value is _ABSENT or (self.equals is not _ABSENT and (value != self.equals or type(value) is not type(self.equals))):
+        value = lookup(files, self.file, self.path)
+        if value is ABSENT:
             return None
-        return 1
+        if self.equals is ABSENT or (value == self.equals and type(value) is type(self.equals)):  # True is not 1
+            return 1
+        return None
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.path}" + ("" if self.equals is _ABSENT else f" = {self.equals!r}")
+        return f"{self.file}: {self.path}" + ("" if self.equals is ABSENT else f" = {self.equals!r}")
 
 
 def ModelType(name: str) -> Key:  # noqa: N802 - reads as a predicate beside the classes here
