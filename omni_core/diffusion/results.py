@@ -1,0 +1,127 @@
+"""Results in shared memory: files with an owner that outlive no owner.
+
+A video through the engine's message queues would stall every other request, so a worker writes its frames to a file
+in shared memory and only the path travels. The front end owns the folder of its engine: it takes each result exactly
+once, discards what nobody will take, removes the folder when it stops, and on start sweeps folders whose owner has
+died (the owner holds a lock that the kernel releases with the process).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+PREFIX = "omni-results-"
+LOCK = "owner.lock"
+FOLDER_VARIABLE = "OMNI_RESULTS_DIR"
+
+
+def base_folder() -> Path:
+    """Where results go: ``$OMNI_RESULTS_DIR``, else ``/dev/shm``, else the system's folder for temporary files."""
+    if configured := os.environ.get(FOLDER_VARIABLE):
+        return Path(configured)
+    shared_memory = Path("/dev/shm")
+    return shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def result_path(folder: str | Path, request_id: str) -> Path:
+    """The file of a request's frames."""
+    return Path(folder) / f"{request_id}.npy"
+
+
+def write_result(folder: str | Path, request_id: str, frames: npt.NDArray[np.generic]) -> Path:
+    """Write ``frames`` [frames, height, width, 3] so that a reader sees either nothing or all of it.
+
+    Raises:
+        OSError: no space is left; the message says what to do.
+    """
+    target = result_path(folder, request_id)
+    partial = target.with_suffix(".partial")
+    try:
+        with partial.open("wb") as stream:
+            np.save(stream, frames, allow_pickle=False)
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            error.errno,
+            f"cannot write {frames.nbytes} bytes of frames to {folder}: {error.strerror}; "
+            f"give shared memory more room (docker run --shm-size) or set {FOLDER_VARIABLE} to another folder",
+        ) from error
+    return target
+
+
+def discard_result(folder: str | Path, request_id: str) -> None:
+    """Remove the frames of a request that nobody will take, if there are any."""
+    result_path(folder, request_id).unlink(missing_ok=True)
+
+
+class ResultFolder:
+    """The folder of one engine's results, owned by the process that made it."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        base = base or base_folder()
+        base.mkdir(parents=True, exist_ok=True)
+        sweep(base)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def take(self, path: str | Path) -> npt.NDArray[np.generic]:
+        """The frames at ``path``, mapped into memory; the file's name is gone when this returns.
+
+        Raises:
+            FileNotFoundError: there is no such result, or it has been taken.
+            ValueError: ``path`` is not in this folder.
+        """
+        path = Path(path)
+        if path.parent != self.path:
+            raise ValueError(f"{path} is not a result of {self.path}")
+        frames = np.load(path, mmap_mode="r", allow_pickle=False)
+        path.unlink()
+        return frames
+
+    def discard(self, external_id: str) -> None:
+        """Remove whatever was written for a request, known by the id that the front end gave it.
+
+        The engine appends ``-`` and eight characters to that id.
+        """
+        for path in self.path.glob(f"{external_id}-????????.npy"):
+            path.unlink(missing_ok=True)
+
+    def pending(self) -> list[str]:
+        """Names of results that were written and not taken."""
+        return sorted(path.name for path in self.path.iterdir() if path.name != LOCK)
+
+    def close(self) -> None:
+        """Remove the folder and everything in it. Closing twice is fine."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove the folders under ``base`` whose owner has died; gives what was removed."""
+    removed = []
+    for folder in base.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # being made just now, or another user's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # its owner lives
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        finally:
+            os.close(lock)
+    return removed

@@ -1,0 +1,1 @@
+"""HTTP routes on top of vLLM's own app. Nothing here imports vLLM."""

@@ -1,0 +1,128 @@
+"""From an HTTP body to a family's request: OpenAI's field names, forms and JSON, and nothing accepted that is ignored."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from starlette.datastructures import UploadFile
+
+from omni_core.errors import RequestError
+from omni_core.http.errors import HttpError
+from omni_core.requests import FrameGrid, VideoRequest, describe_field, unknown_parameter
+
+SHARED = ("model", "size", "seconds", "extra_params")
+"""Fields that every video endpoint takes beside those of the family's request model."""
+
+MAX_BODY_BYTES = 1 << 20
+
+_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+
+
+async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
+    """The fields of a JSON object or of a form, and whether they are typed (JSON) or strings (form).
+
+    Raises:
+        RequestError: the body is neither, or is malformed.
+        HttpError: the body is too large.
+    """
+    if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+        raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        return await _read_form(request), False
+    if kind != "application/json":
+        raise RequestError(f"content type {kind!r} is not supported; send application/json or multipart/form-data")
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(fields).__name__}")
+    return fields, True
+
+
+async def _read_form(request: Request) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    async with request.form(max_files=1, max_fields=100) as form:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                raise RequestError(f"{name}: this model takes no file", param=name)
+            if name in fields:
+                raise RequestError(f"{name} is given twice", param=name)
+            fields[name] = value
+    return fields
+
+
+def to_request_values(fields: Mapping[str, Any], model: type[VideoRequest]) -> dict[str, Any]:
+    """Translate OpenAI's ``size`` and ``seconds`` and unpack ``extra_params``; everything else is the family's.
+
+    Raises:
+        RequestError: an unknown field, a field given twice, or a malformed ``size``, ``seconds`` or ``extra_params``.
+    """
+    values = {name: value for name, value in fields.items() if name not in SHARED and value is not None}
+    _merge_extra(values, fields.get("extra_params"))
+    for name in values:
+        if name not in model.model_fields:
+            raise RequestError(unknown_parameter(name, [*model.model_fields, *SHARED]), param=name)
+    if (size := fields.get("size")) is not None:
+        _exclusive(values, "size", "width", "height")
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        if not match:
+            raise RequestError(f"size={size!r} must look like '832x480' (WIDTHxHEIGHT)", param="size")
+        values["width"], values["height"] = int(match[1]), int(match[2])
+    if (seconds := fields.get("seconds")) is not None:
+        _exclusive(values, "seconds", "num_frames")
+        values["num_frames"] = _frames(seconds, values, model)
+    return values
+
+
+def _merge_extra(values: dict[str, Any], extra: Any) -> None:
+    if extra is None:
+        return
+    if isinstance(extra, str):
+        try:
+            extra = json.loads(extra)
+        except ValueError:
+            extra = None
+    if not isinstance(extra, dict):
+        raise RequestError("extra_params must be a JSON object", param="extra_params")
+    for name, value in extra.items():
+        if name in values:
+            raise RequestError(f"{name} is given both directly and in extra_params", param=name)
+        values[name] = value
+
+
+def _exclusive(values: Mapping[str, Any], name: str, *others: str) -> None:
+    for other in others:
+        if other in values:
+            raise RequestError(f"{name} and {other} exclude each other", param=name)
+
+
+def _frames(seconds: Any, values: Mapping[str, Any], model: type[VideoRequest]) -> int:
+    """The number of frames nearest to ``seconds`` that the model's grid allows."""
+    try:
+        duration = float(seconds) if not isinstance(seconds, bool) else -1.0
+        fps = float(values.get("fps", model.model_fields["fps"].default))
+    except (TypeError, ValueError):
+        duration, fps = -1.0, 1.0
+    if not 0 < duration < 3600:
+        raise RequestError(f"seconds={seconds!r} must be a number above 0 and below 3600", param="seconds")
+    grids = [meta for meta in model.model_fields["num_frames"].metadata if isinstance(meta, FrameGrid)]
+    frames = grids[0].nearest(duration * fps) if grids else max(1, round(duration * fps))
+    schema = model.model_json_schema()["properties"]["num_frames"]
+    if not schema.get("minimum", 1) <= frames <= schema.get("maximum", frames):
+        raise RequestError(
+            f"seconds={seconds} at {fps:g} frames per second is {frames} frames; "
+            f"num_frames: {describe_field(model, 'num_frames')}",
+            param="seconds",
+        )
+    return frames

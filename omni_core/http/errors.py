@@ -1,0 +1,46 @@
+"""Errors as HTTP answers, in the shape that OpenAI's clients and vLLM's own routes use."""
+
+from __future__ import annotations
+
+from fastapi.responses import JSONResponse
+
+from omni_core.errors import GenerationCancelled, OmniError, QueueFull, RequestError
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class HttpError(Exception):
+    """An answer other than 2xx, decided in a route."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The answer for an error: 4xx where the client can mend it, 5xx otherwise; never an empty message."""
+    headers = {}
+    param = None
+    if isinstance(error, HttpError):
+        status, param = error.status, error.param
+    elif isinstance(error, RequestError):
+        status, param = 400, error.param
+    elif isinstance(error, QueueFull):
+        status = 429
+        headers["Retry-After"] = str(error.retry_after)
+    elif isinstance(error, GenerationCancelled):
+        status = 503
+    else:
+        status = 500
+    message = str(error) if isinstance(error, OmniError | HttpError) else f"{type(error).__name__}: {error}"
+    body = {"message": message, "type": _TYPES[status], "param": param, "code": status}
+    return JSONResponse({"error": body}, status_code=status, headers=headers)

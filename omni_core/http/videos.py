@@ -1,0 +1,285 @@
+"""``/v1/videos``: asynchronous jobs as OpenAI defines them, and ``/v1/videos/sync``, which answers with the file."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.background import BackgroundTask
+
+from omni_core.errors import OmniError
+from omni_core.http.bodies import SHARED, read_body, to_request_values
+from omni_core.http.errors import HttpError, error_response
+from omni_core.http.jobs import JobStore, VideoJob, new_job_id
+from omni_core.media import encode_mp4
+from omni_core.requests import VideoRequest
+from omni_core.runtime import Progress, Slot, VideoEngine, VideoOutput
+
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Response]]
+
+MP4 = "video/mp4"
+
+
+class VideoService:
+    """The video endpoints of one served model.
+
+    Args:
+        engine: what generates.
+        store: where jobs are kept.
+        models: the names under which the model is served; the first is the one that jobs show.
+    """
+
+    def __init__(self, engine: VideoEngine, store: JobStore, models: list[str]) -> None:
+        self.engine = engine
+        self.store = store
+        self.models = models
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def read(self, request: Request) -> tuple[VideoRequest, Slot]:
+        """Validate the body of a request and take a place for it."""
+        fields, typed = await read_body(request)
+        model = fields.get("model")
+        if model is not None and model not in self.models:
+            raise HttpError(
+                404, f"the model {model!r} does not exist; this server has {', '.join(self.models)}", "model"
+            )
+        parsed = self.engine.parse(to_request_values(fields, self.engine.request_model), strict=typed)
+        return parsed, self.engine.admit()
+
+    def submit(self, request: VideoRequest, slot: Slot) -> VideoJob:
+        """Make a job of a validated request and start it."""
+        assert request.seed is not None
+        job = VideoJob(
+            id=new_job_id(),
+            model=self.models[0],
+            prompt=request.prompt,
+            size=f"{request.width}x{request.height}",
+            seconds=f"{request.num_frames / request.fps:g}",
+            seed=request.seed,
+            created_at=int(time.time()),
+        )
+        try:
+            self.store.put(job)
+        except BaseException:
+            slot.release()
+            raise
+        task = asyncio.create_task(self._run(job.id, request, slot), name=job.id)
+        self._tasks[job.id] = task
+        task.add_done_callback(lambda _: self._ended(job.id, slot))
+        return job
+
+    def _ended(self, job_id: str, slot: Slot) -> None:
+        self._tasks.pop(job_id, None)
+        slot.release()  # a task that was cancelled before it began did not
+
+    async def _run(self, job_id: str, request: VideoRequest, slot: Slot) -> None:
+        try:
+            output = await self.engine.generate(
+                request, progress=lambda p: self._progress(job_id, p), request_id=job_id, slot=slot
+            )
+            begin = time.perf_counter()
+            await write_mp4(output, self.store.partial_file(job_id))
+            self.store.complete(job_id, {**output.seconds, "file": time.perf_counter() - begin})
+        except OmniError as error:
+            self.store.fail(job_id, type(error).__name__, str(error))
+        except Exception as error:  # a job must end, whatever happens
+            self.store.fail(job_id, "InternalError", f"{type(error).__name__}: {error}")
+
+    def _progress(self, job_id: str, progress: Progress) -> None:
+        job = self.store.get(job_id)
+        if job is not None and progress.phase != "waiting":
+            self.store.put(replace(job, status="in_progress", progress=progress.percent))
+
+    async def delete(self, job: VideoJob) -> None:
+        """Abort a job's work, if it is under way, and forget it."""
+        if (task := self._tasks.get(job.id)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        self.store.delete(job.id)
+
+    async def close(self) -> None:
+        """Abort everything that is under way, and mark it as failed."""
+        tasks = list(self._tasks.items())
+        for _, task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait([task for _, task in tasks])
+        for job_id, _ in tasks:
+            if (job := self.store.get(job_id)) is not None and not job.ended:
+                self.store.fail(job_id, "server_stopped", "the server was stopped before this video was done")
+
+
+async def write_mp4(output: VideoOutput, path: Path) -> None:
+    """Encode ``output`` to ``path`` in a thread. If the task is cancelled meanwhile, the file is removed."""
+    encoding = asyncio.get_running_loop().run_in_executor(None, encode_mp4, output.frames, output.fps, path)
+    try:
+        await asyncio.shield(encoding)
+    except asyncio.CancelledError:
+        encoding.add_done_callback(lambda _: path.unlink(missing_ok=True))  # the thread cannot be stopped
+        raise
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def answers_errors(handler: Handler) -> Handler:
+    """Turn what a handler raises into an answer in the OpenAI error shape."""
+
+    @wraps(handler)
+    async def wrapped(*arguments: Any, **options: Any) -> Response:
+        try:
+            return await handler(*arguments, **options)
+        except (OmniError, HttpError) as error:
+            return error_response(error)
+
+    return wrapped
+
+
+async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Await ``work``, cancelling it as soon as the client leaves.
+
+    Raises:
+        asyncio.CancelledError: the client left.
+    """
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait([worker, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise asyncio.CancelledError("the client left")
+        return worker.result()
+    finally:
+        watcher.cancel()
+        if not worker.done():
+            worker.cancel()
+            await asyncio.wait([worker])
+
+
+def video_router(service: VideoService) -> APIRouter:
+    """The routes of ``service``."""
+    router = APIRouter(tags=["videos"])
+    body = {"requestBody": {"required": True, "content": _content(service.engine.request_model)}}
+
+    def find(job_id: str) -> VideoJob:
+        if (job := service.store.get(job_id)) is None:
+            raise HttpError(404, f"there is no video {job_id!r}", "video_id")
+        return job
+
+    @router.post("/v1/videos", openapi_extra=body)
+    @answers_errors
+    async def create_video(request: Request) -> Response:
+        """Start a video job."""
+        return JSONResponse(service.submit(*await service.read(request)).to_json())
+
+    @router.post("/v1/videos/sync", openapi_extra=body, response_class=FileResponse)
+    @answers_errors
+    async def create_video_sync(request: Request) -> Response:
+        """Generate a video and answer with the file."""
+        parsed, slot = await service.read(request)
+        begin = time.perf_counter()
+        try:
+            output = await run_until_disconnect(request, service.engine.generate(parsed, slot=slot))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return Response(status_code=499)  # nobody reads it
+        return await _file_answer(output, time.perf_counter() - begin)
+
+    @router.get("/v1/videos")
+    @answers_errors
+    async def list_videos(limit: int = 20, after: str | None = None, order: str = "desc") -> Response:
+        """List jobs, a page at a time."""
+        return JSONResponse(_page(service.store.list(), limit, after, order))
+
+    @router.get("/v1/videos/{video_id}")
+    @answers_errors
+    async def get_video(video_id: str) -> Response:
+        """A job, with its status and progress."""
+        return JSONResponse(find(video_id).to_json())
+
+    @router.delete("/v1/videos/{video_id}")
+    @answers_errors
+    async def delete_video(video_id: str) -> Response:
+        """Forget a job; abort its work if it is under way."""
+        await service.delete(find(video_id))
+        return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
+
+    @router.get("/v1/videos/{video_id}/content", response_class=FileResponse)
+    @answers_errors
+    async def get_video_content(video_id: str, variant: str = "video") -> Response:
+        """The finished file."""
+        if variant != "video":
+            raise HttpError(400, f"variant={variant!r} is not supported; only 'video' is", "variant")
+        job = find(video_id)
+        if job.status != "completed":
+            reason = f": {job.error['message']}" if job.error else f", progress {job.progress}%"
+            raise HttpError(409, f"video {video_id} is {job.status}{reason}", "video_id")
+        return FileResponse(service.store.file(video_id), media_type=MP4, filename=f"{video_id}.mp4")
+
+    return router
+
+
+async def _file_answer(output: VideoOutput, elapsed: float) -> Response:
+    handle = tempfile.NamedTemporaryFile(prefix="omni-", suffix=".mp4", delete=False)  # noqa: SIM115 - sent, then removed
+    handle.close()
+    path = Path(handle.name)
+    await write_mp4(output, path)
+    headers = {
+        "X-Request-Id": output.request_id,
+        "X-Seed": str(output.request.seed),
+        "X-Inference-Time-S": f"{elapsed:.3f}",
+    }
+    return FileResponse(path, media_type=MP4, headers=headers, background=BackgroundTask(path.unlink, missing_ok=True))
+
+
+def _page(jobs: list[VideoJob], limit: int, after: str | None, order: str) -> dict[str, Any]:
+    if not 1 <= limit <= 100:
+        raise HttpError(400, f"limit={limit} must be from 1 to 100", "limit")
+    if order not in ("asc", "desc"):
+        raise HttpError(400, f"order={order!r} must be 'asc' or 'desc'", "order")
+    if order == "desc":
+        jobs = jobs[::-1]
+    if after is not None:
+        position = next((index for index, job in enumerate(jobs) if job.id == after), None)
+        if position is None:
+            raise HttpError(400, f"after={after!r} is not a video of this server", "after")
+        jobs = jobs[position + 1 :]
+    page = jobs[:limit]
+    return {
+        "object": "list",
+        "data": [job.to_json() for job in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": len(jobs) > limit,
+    }
+
+
+def _content(model: type[VideoRequest]) -> dict[str, Any]:
+    """The body's schema: the family's request model and the fields that every video endpoint takes."""
+    schema = model.model_json_schema()
+    shared = {
+        "model": {"type": "string", "description": "A served model name."},
+        "size": {"type": "string", "pattern": "^[1-9][0-9]*x[1-9][0-9]*$", "description": "WIDTHxHEIGHT in pixels."},
+        "seconds": {
+            "type": ["string", "number"],
+            "description": "Duration; the nearest allowed number of frames is taken.",
+        },
+        "extra_params": {"type": "object", "description": "Further fields of the model, for clients that nest them."},
+    }
+    assert set(shared) == set(SHARED)
+    schema["properties"] = {**schema["properties"], **shared}
+    return {"application/json": {"schema": schema}, "multipart/form-data": {"schema": schema}}

@@ -1,0 +1,30 @@
+"""Activation inside vLLM's processes: nothing in a plain vLLM process, the parent's plugin set in an Omni one."""
+
+from __future__ import annotations
+
+import os
+
+from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
+
+
+def activate() -> None:
+    """Make this process an Omni process: register the core's and every plugin's extensions. Again is fine.
+
+    Raises:
+        PluginSetMismatch: this process would see other plugins than its parent.
+        PluginError: a plugin's activation failed.
+    """
+    from omni_core.vllm.diffusion import config
+
+    config.register()
+    get_manager().activate()
+
+
+def activate_in_vllm() -> None:
+    """Entry point of the group ``vllm.general_plugins``: vLLM calls it in each of its processes.
+
+    Only a process that an Omni parent started has the plugin set in its environment; in any other this returns at
+    once, so that installing Omni changes nothing for plain vLLM.
+    """
+    if PLUGIN_SET_VARIABLE in os.environ:
+        activate()

@@ -1,0 +1,238 @@
+"""Model runner of a diffusion stage: one engine step is one unit of work for every running request.
+
+In one step every request that is denoising takes one denoising step, batched with those of equal ``batch_key``; at
+most one request is started (text encoding) and at most one is finished (decoding), so that a burst of arrivals does
+not stall those under way. An exception fails its own request and nobody else's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from omni_core.checkpoint import Checkpoint
+from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageContext
+from omni_core.diffusion.messages import Job, Phase, Report, StageSettings
+from omni_core.diffusion.results import write_result
+from omni_core.plugins.declarations import load_reference
+from omni_core.requests import VideoRequest, parse_request
+from omni_core.vllm.activate import activate
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class DiffusionOutput(ModelRunnerOutput):
+    """A model runner's output with a report for each scheduled request."""
+
+    reports: dict[str, Report] = field(default_factory=dict)
+
+
+@dataclass
+class RunningRequest:
+    """A request in a worker."""
+
+    job: Job
+    phase: Phase = "waiting"
+    state: DiffusionState | None = None
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    result: str | None = None
+    error: str | None = None
+
+    def report(self) -> Report:
+        """Where the request stands."""
+        step, num_steps = (self.state.step, self.state.num_steps) if self.state else (0, 0)
+        return Report(self.phase, step, num_steps, dict(self.seconds), self.result, self.error)
+
+
+@dataclass
+class RunnerStats:
+    """Counters since the last reset.
+
+    Attributes:
+        steps: engine steps with work.
+        forwards: calls of ``predict`` by number of requests in the batch.
+        seconds: time by phase.
+    """
+
+    steps: int = 0
+    forwards: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class DiffusionModelRunner:
+    """What a stock vLLM worker delegates to in a diffusion stage.
+
+    It has the methods of vLLM's model runners that a worker calls for a model without key-value cache.
+    """
+
+    is_pooling_model = False  # read by the GPU worker where Model Runner V2 is on
+    model_memory_usage = 0
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, rank: int) -> None:
+        self.vllm_config = vllm_config
+        self.device = device
+        self.rank = rank
+        self.settings = StageSettings.from_config(vllm_config.additional_config)
+        self.model: DiffusionModel
+        self.request_model: type[VideoRequest]
+        self.kv_caches: list[torch.Tensor] = []
+        self.running: dict[str, RunningRequest] = {}
+        self.stats = RunnerStats()
+
+    # What the worker calls at start
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        activate()
+        model_config = self.vllm_config.model_config
+        checkpoint = Checkpoint(model_config.model)
+        self.request_model = load_reference(self.settings.request)(checkpoint)
+        context = StageContext(
+            checkpoint=Path(model_config.model),
+            device=self.device,
+            dtype=model_config.dtype,
+            attention=load_reference(self.settings.attention),
+            options=self.settings.options,
+        )
+        self.model = load_reference(self.settings.model).load(context).eval()
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {}
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *arguments: Any, **options: Any) -> None:
+        """There is no key-value cache."""
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
+
+    def shutdown(self) -> None:
+        self.running.clear()
+
+    # One engine step
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> ModelRunnerOutput:
+        """Do one unit of work for each scheduled request and report on it."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.running.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.running[new.req_id] = self._accept(new)
+        scheduled = [(i, self.running[i]) for i in scheduler_output.num_scheduled_tokens if i in self.running]
+        if not scheduled:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        self.stats.steps += 1
+        live = [(i, r) for i, r in scheduled if r.error is None]
+        if complete := [(i, r) for i, r in live if r.state is not None and r.state.step >= r.state.num_steps]:
+            self._timed("decode", [complete[0][1]], self._finish, *complete[0])
+        if unstarted := [r for _, r in live if r.state is None]:
+            self._timed("encode", [unstarted[0]], self._start, unstarted[0])
+        self._denoise(
+            [r for _, r in live if r.error is None and r.state is not None and r.state.step < r.state.num_steps]
+        )
+        ids = [request_id for request_id, _ in scheduled]
+        return DiffusionOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            reports={request_id: request.report() for request_id, request in scheduled},
+        )
+
+    def _accept(self, new: Any) -> RunningRequest:
+        try:
+            return RunningRequest(Job.from_extra_args(new.sampling_params.extra_args))
+        except (TypeError, ValueError) as error:
+            return RunningRequest(Job({}), error=str(error))
+
+    def _timed(
+        self, phase: Phase, requests: Sequence[RunningRequest], work: Callable[..., T], *arguments: Any
+    ) -> T | None:
+        """Run ``work``; an exception becomes the error of ``requests``. On success their phase is ``phase``."""
+        begin = time.perf_counter()
+        try:
+            value = work(*arguments)
+        except Exception as error:  # one request's failure must not end the engine
+            self._fail(phase, requests, error)
+            return None
+        elapsed = time.perf_counter() - begin
+        self.stats.seconds[phase] += elapsed
+        for request in requests:
+            request.seconds[phase] += elapsed
+            request.phase = phase
+        return value
+
+    def _fail(self, phase: Phase, requests: Sequence[RunningRequest], error: Exception) -> None:
+        logger.error("stage %s: a request failed in %s", self.settings.stage, phase, exc_info=error)
+        for request in requests:
+            request.error = f"{phase} failed: {type(error).__name__}: {error}"
+            request.state = None
+
+    def _start(self, request: RunningRequest) -> None:
+        parsed = parse_request(self.request_model, request.job.request)
+        request.state = self.model.start(parsed)
+
+    def _denoise(self, requests: Sequence[RunningRequest]) -> None:
+        groups: defaultdict[Hashable, list[RunningRequest]] = defaultdict(list)
+        for request in requests:
+            key = self._timed("denoise", [request], self.model.batch_key, request.state)
+            if request.error is None:
+                groups[key].append(request)
+        for group in groups.values():
+            self._denoise_group(group)
+
+    def _denoise_group(self, group: list[RunningRequest]) -> None:
+        """One forward for the group; if it fails, one for each, so that only the request at fault fails."""
+        begin = time.perf_counter()
+        states = [request.state for request in group if request.state is not None]
+        try:
+            predictions = self.model.predict(states)
+        except Exception as error:
+            if len(group) > 1:
+                logger.warning("stage %s: a batch of %d failed, running each alone", self.settings.stage, len(group))
+                for request in group:
+                    self._denoise_group([request])
+                return
+            self._fail("denoise", group, error)
+            return
+        self.stats.forwards[len(group)] += 1
+        elapsed = time.perf_counter() - begin
+        self.stats.seconds["denoise"] += elapsed
+        for request, state, prediction in zip(group, states, predictions, strict=True):
+            request.seconds["denoise"] += elapsed
+            self._timed("denoise", [request], self._advance, state, prediction)
+
+    def _advance(self, state: DiffusionState, prediction: torch.Tensor) -> None:
+        self.model.advance(state, prediction)
+        state.step += 1
+
+    def _finish(self, request_id: str, request: RunningRequest) -> None:
+        assert request.state is not None
+        frames = self.model.finish(request.state)
+        if request.job.frame_type == "uint8":
+            frames = frames.mul(255).round_().clamp_(0, 255).to(torch.uint8)
+        if self.rank == 0:
+            request.result = str(write_result(self.settings.results, request_id, frames.cpu().numpy()))
+        else:
+            request.result = "on rank 0"

@@ -1,0 +1,168 @@
+"""A diffusion stage as a client: stock ``AsyncLLM`` with the core's scheduler and a platform's worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.logger import init_logger
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from omni_core.config import Resolved
+from omni_core.diffusion.messages import Job, Report, StageSettings
+from omni_core.diffusion.results import ResultFolder
+from omni_core.errors import GenerationCancelled, GenerationError
+from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
+from omni_core.vllm.activate import activate
+from omni_core.vllm.diffusion.config import CONFIG_FORMAT
+
+logger = init_logger(__name__)
+
+SCHEDULER = "omni_core.vllm.diffusion.scheduler.DiffusionScheduler"
+UNI_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+class DiffusionEngine:
+    """One diffusion stage: its processes, its results, its requests.
+
+    Construction starts the processes and loads the weights; it takes as long as that takes.
+    """
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.stage = resolved.stage.stage.name
+        self.results = ResultFolder()
+        try:
+            self.client = self._start(resolved)
+        except BaseException:
+            self.results.close()
+            raise
+
+    def _start(self, resolved: Resolved) -> AsyncLLM:
+        for name, value in resolved.platform.environment.items():
+            os.environ.setdefault(name, value)
+        activate()
+        arguments = engine_arguments(resolved, str(self.results.path))
+        with _plugin_set_in_environment():
+            engine_args = AsyncEngineArgs(**arguments)
+            return AsyncLLM.from_engine_args(engine_args)
+
+    @property
+    def max_running(self) -> int:
+        """How many requests take part in an engine step."""
+        return int(self.client.vllm_config.scheduler_config.max_num_seqs)
+
+    async def generate(self, job: Job, request_id: str) -> AsyncIterator[Report]:
+        """Reports on a request, the last one with ``done``; reports coalesce where the caller is slow.
+
+        Closing the iterator early, or cancelling the task that reads it, aborts the request in the engine.
+
+        Raises:
+            GenerationCancelled: the engine aborted the request.
+            GenerationError: the stage died.
+        """
+        parameters = SamplingParams(
+            max_tokens=1 << 15,  # the worker says when a request is done
+            temperature=0.0,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=job.to_extra_args(),
+        )
+        try:
+            async with aclosing(self.client.generate(tokens_input([0]), parameters, request_id)) as outputs:
+                async for output in outputs:
+                    if output.kv_transfer_params is not None:
+                        report = Report(**output.kv_transfer_params)
+                        yield report
+                        if report.done:
+                            return
+                    elif output.finished:
+                        raise GenerationCancelled(f"stage {self.stage!r} aborted request {request_id}")
+        except EngineDeadError as error:
+            raise GenerationError(f"stage {self.stage!r} died while request {request_id} was in it") from error
+
+    def take(self, report: Report) -> npt.NDArray[np.generic]:
+        """The frames that ``report`` points to; they can be taken once."""
+        assert report.result is not None
+        return self.results.take(report.result)
+
+    def discard(self, request_id: str) -> None:
+        """Drop whatever result a request left that nobody will take."""
+        self.results.discard(request_id)
+
+    async def stats(self, reset: bool = False) -> Mapping[str, Any]:
+        """Counters of the first worker, see ``DiffusionWorkerMixin.omni_stats``."""
+        values: list[Mapping[str, Any]] = await self.client.collective_rpc("omni_stats", args=(reset,))
+        return values[0]
+
+    async def check_health(self) -> None:
+        """Raise ``GenerationError`` if the stage is dead."""
+        try:
+            await self.client.check_health()
+        except EngineDeadError as error:
+            raise GenerationError(f"stage {self.stage!r} is dead") from error
+
+    def close(self) -> None:
+        """Stop the processes and remove the results. Closing twice is fine."""
+        self.client.shutdown()
+        self.results.close()
+
+
+def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
+    """The engine arguments of a resolved diffusion stage: what was configured, and what the core fixes."""
+    config = resolved.stage
+    configured = {name: setting.value for name, setting in config.engine.items()}
+    if configured.get("distributed_executor_backend") == "uni":
+        # By its name some platforms turn "uni" into "mp"; by its class it is what was asked for.
+        configured["distributed_executor_backend"] = UNI_EXECUTOR
+    backend = config.attention_backend.value
+    attention = resolved.platform.attention
+    if backend is not None:
+        attention = get_manager().attention_backend(backend, resolved.platform.device_type).function
+    settings = StageSettings(
+        stage=config.stage.name,
+        family=resolved.family.name,
+        model=config.stage.model,
+        attention=attention,
+        request=resolved.family.request,
+        results=results,
+        options={name: setting.value for name, setting in config.options.items()},
+    )
+    module, _, name = resolved.platform.diffusion_worker.partition(":")
+    path = str(resolved.checkpoint.local_path())
+    return {
+        **configured,
+        "model": path,
+        "served_model_name": configured.get("served_model_name") or [resolved.model],
+        "config_format": CONFIG_FORMAT,
+        "skip_tokenizer_init": True,
+        "scheduler_cls": SCHEDULER,
+        "worker_cls": f"{module}.{name}",
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "additional_config": settings.to_config(),
+    }
+
+
+@contextmanager
+def _plugin_set_in_environment() -> Iterator[None]:
+    """Hand the plugin set to the processes that start meanwhile, and to no later ones."""
+    before = os.environ.get(PLUGIN_SET_VARIABLE)
+    os.environ[PLUGIN_SET_VARIABLE] = get_manager().plugin_set.to_json()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PLUGIN_SET_VARIABLE]
+        else:
+            os.environ[PLUGIN_SET_VARIABLE] = before

@@ -1,0 +1,119 @@
+"""The HTTP server: stock vLLM's app and launcher, with Omni's routes on top."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from fastapi import FastAPI
+from vllm import envs
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+from vllm.logger import init_logger
+
+from omni_core.config import Resolved
+from omni_core.http.jobs import JobStore
+from omni_core.http.videos import VideoService, video_router
+from omni_core.media import check_encoder
+from omni_core.plugins.declarations import load_reference
+from omni_core.plugins.manager import get_manager
+from omni_core.runtime import VideoEngine
+from omni_core.vllm.engine import DiffusionEngine
+
+logger = init_logger(__name__)
+
+# Routes of the stock app that need a token model: they could only answer with a server error.
+_TOKEN_ROUTES = ("/tokenize", "/detokenize", "/v1/systemone", "/v1/decisions", "/invocations")
+
+
+def serve(resolved: Resolved, args: Namespace) -> None:
+    """Serve ``resolved`` until SIGINT or SIGTERM.
+
+    ``args`` are the parsed arguments of vLLM's ``serve``: host, port, keys, TLS, logging.
+    """
+    import uvloop
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt("terminated while starting")
+
+    signal.signal(signal.SIGTERM, interrupt)  # until the launcher installs its own
+    check_encoder()
+    uvloop.run(_serve(resolved, args))
+
+
+async def _serve(resolved: Resolved, args: Namespace) -> None:
+    listen_address, sock = setup_server(args, reuse_port=False)
+    try:
+        stage = DiffusionEngine(resolved)
+        try:
+            engine = video_engine(resolved, stage)
+            store = JobStore(
+                resolved.server.video_store,
+                ttl=resolved.server.video_ttl_seconds,
+                limit=resolved.server.max_stored_videos,
+            )
+            service = VideoService(engine, store, served_names(resolved))
+            app = make_app(resolved, args, stage, service)
+            logger.info("Serving %s on %s", resolved.model, listen_address)
+            shutdown = await serve_http(
+                app,
+                sock=sock,
+                enable_ssl_refresh=args.enable_ssl_refresh,
+                host=args.host,
+                port=args.port,
+                log_level=args.uvicorn_log_level,
+                access_log=not args.disable_uvicorn_access_log,
+                timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+                ssl_keyfile=args.ssl_keyfile,
+                ssl_certfile=args.ssl_certfile,
+                ssl_ca_certs=args.ssl_ca_certs,
+                ssl_cert_reqs=args.ssl_cert_reqs,
+                ssl_ciphers=args.ssl_ciphers,
+                h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+                h11_max_header_count=args.h11_max_header_count,
+            )
+            await service.close()
+            await shutdown
+        finally:
+            await asyncio.to_thread(stage.close)
+    finally:
+        sock.close()
+
+
+def served_names(resolved: Resolved) -> list[str]:
+    """The names under which clients know the model."""
+    setting = resolved.stage.engine.get("served_model_name")
+    if setting is None or not setting.value:
+        return [resolved.model]
+    return [setting.value] if isinstance(setting.value, str) else list(setting.value)
+
+
+def video_engine(resolved: Resolved, stage: DiffusionEngine) -> VideoEngine:
+    """The front end of ``stage``."""
+    request_model = load_reference(resolved.family.request)(resolved.checkpoint)
+    return VideoEngine(stage, request_model, resolved.server.max_queued_requests)
+
+
+def make_app(resolved: Resolved, args: Namespace, stage: DiffusionEngine, service: VideoService) -> FastAPI:
+    """vLLM's app with its general routes, Omni's routes, and the state that both need."""
+    app = build_app(args, supported_tasks=(), model_config=None)
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in _TOKEN_ROUTES]
+    app.include_router(video_router(service))
+    for name in resolved.server.allow_routes:
+        routes = get_manager().http_routes(name)
+        app.include_router(load_reference(routes.router)(service.engine))
+    state = app.state
+    state.engine_client = stage.client
+    state.args = args
+    state.log_stats = not args.disable_log_stats
+    state.vllm_config = stage.client.vllm_config
+    state.enable_server_load_tracking = args.enable_server_load_tracking
+    state.server_load_metrics = 0
+    names = [BaseModelPath(name=name, model_path=resolved.model) for name in served_names(resolved)]
+    state.openai_serving_models = OpenAIModelRegistry(SimpleNamespace(max_model_len=None), names)
+    return app
