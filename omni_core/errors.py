@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class OmniError(Exception):
-    """Base of every error that Omni raises on purpose. The command line prints its message and exits with ``exit_code``."""
+    """Base of what Omni raises on purpose; the command line prints the message and exits with ``exit_code``."""
 
     exit_code = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,14 +14,12 @@ import numpy.typing as npt
 Frames = npt.NDArray[Any]
 """uint8 [frames, height, width, 3], RGB."""
 
-CODEC = "libx264"
-
 
 def check_encoder() -> None:
     """Raise ``RuntimeError`` if this build of PyAV cannot write H.264."""
-    if CODEC not in av.codecs_available:
+    if "libx264" not in av.codecs_available:
         raise RuntimeError(
-            f"this build of PyAV has no {CODEC} encoder; install PyAV's own wheel: pip install --force-reinstall av"
+            f"this build of PyAV has no libx264 encoder; install PyAV's own wheel: pip install --force-reinstall av"
         )
 
 
@@ -36,7 +35,7 @@ def encode_mp4(frames: Frames, fps: int, target: str | Path) -> None:
             f"frames must be uint8 [frames, height, width, 3] of even size, got {frames.dtype} {frames.shape}"
         )
     with av.open(str(target), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-        stream = container.add_stream(CODEC, rate=fps, options={"crf": "18", "preset": "veryfast"})
+        stream = container.add_stream("libx264", rate=fps, options={"crf": "18", "preset": "veryfast"})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
         for frame in frames:
@@ -46,7 +45,7 @@ def encode_mp4(frames: Frames, fps: int, target: str | Path) -> None:
 
 def decode_video(source: str | Path | BinaryIO) -> tuple[Frames, float]:
     """All frames of a video file, and its frames per second."""
-    with av.open(str(source) if isinstance(source, Path) else source) as container:
+    with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
         stream = container.streams.video[0]
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
         return np.stack(frames), float(stream.average_rate or 0)
@@ -63,7 +62,7 @@ def contact_sheet(frames: Frames, target: str | Path, *, columns: int = 4, limit
         y, x = index // columns * height, index % columns * width
         sheet[y : y + height, x : x + width] = frame
     codec = av.CodecContext.create("png", "w")
-    codec.width, codec.height, codec.pix_fmt = sheet.shape[1], sheet.shape[0], "rgb24"  # type: ignore[attr-defined]
-    codec.time_base = 1  # type: ignore[assignment]
-    packets = [*codec.encode(av.VideoFrame.from_ndarray(sheet, format="rgb24")), *codec.encode(None)]  # type: ignore[attr-defined]
+    codec.width, codec.height, codec.pix_fmt = sheet.shape[1], sheet.shape[0], "rgb24"
+    codec.time_base = Fraction(1)
+    packets = [*codec.encode(av.VideoFrame.from_ndarray(sheet, format="rgb24")), *codec.encode(None)]
     Path(target).write_bytes(b"".join(bytes(packet) for packet in packets))

@@ -49,8 +49,11 @@ class FrameGrid:
     def check(self, value: int) -> int:
         if (value - 1) % self.step:
             below = (value - 1) // self.step * self.step + 1
-            raise PydanticCustomError("grid", "must be of the form {step}k+1 (nearest: {below} or {above})",
-                                      {"step": self.step, "below": max(below, 1), "above": below + self.step})  # fmt: skip
+            raise PydanticCustomError(
+                "grid",
+                "must be of the form {step}k+1 (nearest: {below} or {above})",
+                {"step": self.step, "below": max(below, 1), "above": below + self.step},
+            )
         return value
 
     def nearest(self, value: float) -> int:
@@ -90,7 +93,8 @@ def parse_request(model: type[RequestT], values: Mapping[str, Any], *, strict: b
     try:
         return model.model_validate(dict(values), strict=strict)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        # An unknown name first: it is often why another field is missing.
+        first = min(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
         location = [str(part) for part in first["loc"]]
         name = location[0] if location else None
         raise RequestError(_explain(model, name, first), param=name) from None
@@ -106,7 +110,8 @@ def _explain(model: type[VideoRequest], name: str | None, error: Any) -> str:
     got = repr(error["input"])
     got = got if len(got) <= 80 else got[:77] + "..."
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{name}={got}: {message.removeprefix('input ').removeprefix('value error, ')} (allowed: {describe_field(model, name)})"
+    message = message.removeprefix("input ").removeprefix("value error, ")
+    return f"{name}={got}: {message} (allowed: {describe_field(model, name)})"
 
 
 def unknown_parameter(name: str, known: Mapping[str, Any] | list[str]) -> str:

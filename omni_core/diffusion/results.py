@@ -83,7 +83,7 @@ class ResultFolder:
         path = Path(path)
         if path.parent != self.path:
             raise ValueError(f"{path} is not a result of {self.path}")
-        frames = np.load(path, mmap_mode="r", allow_pickle=False)
+        frames: npt.NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
         path.unlink()
         return frames
 

@@ -1,4 +1,4 @@
-"""From an HTTP body to a family's request: OpenAI's field names, forms and JSON, and nothing accepted that is ignored."""
+"""From an HTTP body to a family's request: OpenAI's field names, forms and JSON; nothing is accepted and ignored."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ class ModelFamily:
         matches: predicate over the checkpoint's own configuration files.
         inputs: what a request may carry, with how many of each.
         outputs: what a request gives.
-        pipeline: ``"module:function"``, ``function(Checkpoint) -> omni_core.pipeline.Pipeline``; import-light. It raises
-            ``omni_core.errors.UnsupportedCheckpoint`` for a checkpoint that matches but cannot be served, with the reason.
+        pipeline: ``"module:function"``, ``function(Checkpoint) -> omni_core.pipeline.Pipeline``; import-light. Raises
+            ``omni_core.errors.UnsupportedCheckpoint`` for a checkpoint that matches but cannot be served, and says why.
         request: ``"module:function"``, ``function(Checkpoint) -> type[omni_core.requests.VideoRequest]``: the pydantic
             model of a request, with ranges and defaults for this checkpoint. May import pydantic, not torch.
         combinations: the compatibility table; a combination that is not listed is ``untested``.

@@ -19,10 +19,12 @@ from omni_core.plugins.activation import activate_once
 from omni_core.plugins.declarations import AttentionBackend, Declaration, HttpRoutes, ModelFamily, Platform
 from omni_core.plugins.loading import KINDS, PluginEntry, PluginRecord, load_plugin, one_line, scan_entries
 from omni_core.plugins.matching import Explanation, duplicate_error, explain, find_known
-from omni_core.plugins.snapshot import VARIABLE, PluginSet
+from omni_core.plugins.snapshot import PLUGIN_SET_VARIABLE, PluginSet
 from omni_core.plugins.table import known_plugins
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["PLUGIN_SET_VARIABLE", "PluginManager", "get_manager"]
 
 D = TypeVar("D", ModelFamily, Platform, AttentionBackend, HttpRoutes)
 
@@ -40,11 +42,11 @@ class PluginManager:
         records: Iterable[PluginRecord],
         *,
         allow_version_mismatch: bool = False,
-        needed: Iterable[PluginRecord] = (),
+        required: Iterable[PluginEntry] = (),
     ) -> None:
         self.records = tuple(sorted(records, key=lambda record: record.entry))
         self.allow_version_mismatch = allow_version_mismatch
-        self._needed = {record.entry for record in needed}
+        self._required = set(required)
 
     @classmethod
     def scan(cls, *, allow_version_mismatch: bool = False) -> PluginManager:
@@ -67,32 +69,28 @@ class PluginManager:
                 raise PluginSetMismatch(
                     f"plugin {record.entry} loads in the parent process but not here: {record.reason}"
                 )
-        needed = [record for record in records if record.entry in handed.needed]
-        return cls(records, allow_version_mismatch=handed.allow_version_mismatch, needed=needed)
+        return cls(records, allow_version_mismatch=handed.allow_version_mismatch, required=handed.needed)
 
-    def snapshot(self, *needed: Declaration) -> PluginSet:
-        """The set of registered plugins for child processes; the providers of ``needed`` have to activate there."""
+    @property
+    def plugin_set(self) -> PluginSet:
+        """The registered plugins, for child processes, and which of them are required."""
         entries = tuple(record.entry for record in self.records if not record.failed)
-        required = self._needed | {self.provider(declaration).entry for declaration in needed}
-        return PluginSet(entries, frozenset(required), self.allow_version_mismatch)
+        return PluginSet(entries, frozenset(self._required), self.allow_version_mismatch)
+
+    def require(self, *declarations: Declaration) -> None:
+        """Say what is being served: here and in children, its plugins have to activate.
+
+        Raises:
+            PluginError: a declaration is of no plugin of this process.
+        """
+        self._required |= {self.provider(declaration).entry for declaration in declarations}
 
     # Lookups
 
-    def families(self) -> tuple[ModelFamily, ...]:
-        """Every model family, sorted by name."""
-        return tuple(family for family, _ in self._declared(ModelFamily))
-
-    def platforms(self) -> tuple[Platform, ...]:
-        """Every platform, sorted by name."""
-        return tuple(platform for platform, _ in self._declared(Platform))
-
-    def attention_backends(self) -> tuple[AttentionBackend, ...]:
-        """Every attention backend, sorted by name."""
-        return tuple(backend for backend, _ in self._declared(AttentionBackend))
-
-    def http_routes(self) -> tuple[HttpRoutes, ...]:
-        """Every set of extra HTTP routes, sorted by name."""
-        return tuple(routes for routes, _ in self._declared(HttpRoutes))
+    def declared(self, kind: type[D]) -> tuple[D, ...]:
+        """Everything of one kind, such as ``ModelFamily``, sorted by name."""
+        found = (d for record in self.records for d in record.declarations if isinstance(d, kind))
+        return tuple(sorted(found, key=lambda declaration: declaration.name))
 
     def family(self, name: str) -> ModelFamily:
         """The model family of that name.
@@ -105,17 +103,16 @@ class PluginManager:
 
     def platform(self, device_type: str) -> Platform:
         """The platform for a torch device type; raises what ``family`` raises."""
-        found = [
-            (platform, record) for platform, record in self._declared(Platform) if platform.device_type == device_type
-        ]
-        if len(found) > 1:
-            raise duplicate_error("platform for device type", device_type, [record.entry for _, record in found])
+        found = [platform for platform in self.declared(Platform) if platform.device_type == device_type]
+        if len({platform.name for platform in found}) > 1:
+            entries = [self.provider(platform).entry for platform in found]
+            raise duplicate_error("platform for device type", device_type, entries)
         if found:
-            return self._by_name(Platform, found[0][0].name)
+            return self._by_name(Platform, found[0].name)
         for known in known_plugins():
             if known.device_type == device_type:
                 self._explain_absent(known.kind, known.name)
-        have = sorted(platform.device_type for platform in self.platforms())
+        have = sorted(platform.device_type for platform in self.declared(Platform))
         raise MissingPlugin(
             f"no installed plugin supports the device type {device_type!r}; installed: {', '.join(have) or 'none'}"
             + self._failures()
@@ -129,7 +126,7 @@ class PluginManager:
             raise PluginError(f"attention {name!r} runs on {runs_on}, not on {device_type}")
         return backend
 
-    def routes(self, name: str) -> HttpRoutes:
+    def http_routes(self, name: str) -> HttpRoutes:
         """The extra HTTP routes of that name; raises what ``family`` raises."""
         return self._by_name(HttpRoutes, name)
 
@@ -169,21 +166,18 @@ class PluginManager:
 
     # Activation
 
-    def activate(self, *needed: Declaration) -> None:
-        """Run every plugin's ``omni_activate``, once per process. A failure is a warning unless it is needed here.
-
-        ``needed``: what is being served; in a child, what the parent's snapshot names is needed too.
+    def activate(self) -> None:
+        """Run every plugin's ``omni_activate``, once per process. A failure is a warning unless the plugin is required.
 
         Raises:
-            PluginError: the activation of a plugin that is needed raised.
+            PluginError: the activation of a required plugin raised.
         """
-        required = self._needed | {self.provider(declaration).entry for declaration in needed}
-        failures = [(record, activate_once(record)) for record in self.records if not record.failed]
-        for record, error in failures:
+        outcomes = [(record, activate_once(record)) for record in self.records if not record.failed]
+        for record, error in outcomes:
             if error is None:
                 continue
             message = f"plugin {record.entry} failed to activate in process {os.getpid()}: {one_line(error)}"
-            if record.entry in required:
+            if record.entry in self._required:
                 raise PluginError(message) from error
             logger.warning("%s; nothing here needs it", message, exc_info=error)
 
@@ -192,26 +186,22 @@ class PluginManager:
     def problems(self) -> list[str]:
         """One line for each thing that is wrong, whether or not anything needs it."""
         lines = [str(record.error()) for record in self.records if record.failed]
-        for kind in KINDS:
-            names = {d.name for r in self.records for d in r.declarations if type(d) is kind}
-            for name in sorted(names):
+        for kind, word in KINDS.items():
+            for name in sorted({d.name for r in self.records for d in r.declarations if type(d) is kind}):
                 entries = self._declaring(kind, name)
-                lines += [str(duplicate_error(KINDS[kind], name, entries))] if len(entries) > 1 else []
-        for device_type in sorted({platform.device_type for platform in self.platforms()}):
-            found = [(p.name, r.entry) for p, r in self._declared(Platform) if p.device_type == device_type]
-            if len({name for name, _ in found}) > 1:
-                lines.append(str(duplicate_error("platform for device type", device_type, [e for _, e in found])))
-        for record in self.records:
-            if record.heavy:
-                lines.append(
-                    f"plugin {record.entry} imports {', '.join(record.heavy)} when it is found; "
-                    "name such modules as 'module:attribute' instead"
-                )
+                lines += [str(duplicate_error(word, name, entries))] if len(entries) > 1 else []
+        for device_type in sorted({platform.device_type for platform in self.declared(Platform)}):
+            try:
+                self.platform(device_type)
+            except PluginError as error:
+                lines += [] if str(error) in lines else [str(error)]
+        lines += [
+            f"plugin {record.entry} imports {', '.join(record.heavy)} when it is found; "
+            "name what needs such modules as 'module:attribute' instead"
+            for record in self.records
+            if record.heavy
+        ]
         return lines
-
-    def _declared(self, kind: type[D]) -> list[tuple[D, PluginRecord]]:
-        found = [(d, record) for record in self.records for d in record.declarations if isinstance(d, kind)]
-        return sorted(found, key=lambda pair: pair[0].name)
 
     def _declaring(self, kind: type[Declaration], name: str) -> list[PluginEntry]:
         return [r.entry for r in self.records for d in r.declarations if type(d) is kind and d.name == name]
@@ -220,11 +210,11 @@ class PluginManager:
         entries = self._declaring(kind, name)
         if len(entries) > 1:
             raise duplicate_error(KINDS[kind], name, entries)
-        for declaration, _ in self._declared(kind):
+        for declaration in self.declared(kind):
             if declaration.name == name:
                 return declaration
         self._explain_absent(KINDS[kind], name)
-        names = [declaration.name for declaration, _ in self._declared(kind)]
+        names = [declaration.name for declaration in self.declared(kind)]
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise MissingPlugin(
@@ -264,7 +254,7 @@ def get_manager(*, allow_version_mismatch: bool | None = None) -> PluginManager:
     """
     global _manager
     with _lock:
-        if VARIABLE in os.environ:
+        if PLUGIN_SET_VARIABLE in os.environ:
             _manager = _manager or PluginManager.from_environment()
         elif _manager is None or allow_version_mismatch not in (None, _manager.allow_version_mismatch):
             _manager = PluginManager.scan(allow_version_mismatch=bool(allow_version_mismatch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from omni_core.errors import PluginSetMismatch
@@ -12,7 +12,8 @@ from omni_core.plugins.hookspecs import ENTRY_POINT_GROUP
 from omni_core.plugins.loading import PluginEntry
 from omni_core.plugins.versions import describe
 
-VARIABLE = "OMNI_PLUGIN_SET"
+PLUGIN_SET_VARIABLE = "OMNI_PLUGIN_SET"
+"""The environment variable in which a parent process hands its plugin set to its children."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,10 @@ class PluginSet:
     needed: frozenset[PluginEntry] = frozenset()
     allow_version_mismatch: bool = False
 
-    def export(self, environ: MutableMapping[str, str]) -> None:
-        """Put the set into the environment that children inherit."""
-        environ[VARIABLE] = json.dumps(
-            {
-                "plugins": [{**asdict(entry), "needed": entry in self.needed} for entry in self.entries],
-                "allow_version_mismatch": self.allow_version_mismatch,
-            }
-        )
+    def to_json(self) -> str:
+        """The set as the value of ``OMNI_PLUGIN_SET``."""
+        plugins = [{**asdict(entry), "needed": entry in self.needed} for entry in self.entries]
+        return json.dumps({"plugins": plugins, "allow_version_mismatch": self.allow_version_mismatch})
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PluginSet:
@@ -46,12 +43,12 @@ class PluginSet:
             PluginSetMismatch: there is none, or it is malformed.
         """
         try:
-            content = json.loads(environ[VARIABLE])
+            content = json.loads(environ[PLUGIN_SET_VARIABLE])
             rows = [(row.pop("needed"), PluginEntry(**row)) for row in content["plugins"]]
             allow = bool(content["allow_version_mismatch"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PluginSetMismatch(
-                f"{VARIABLE} is missing or malformed ({error!r}); Omni sets it for its own processes, unset it"
+                f"{PLUGIN_SET_VARIABLE} is missing or malformed ({error!r}); Omni sets it for its own processes, unset it"
             ) from error
         return cls(tuple(entry for _, entry in rows), frozenset(entry for needed, entry in rows if needed), allow)
 
