@@ -1,1 +1,1 @@
-"""."""
+"""Wan text-to-video for Omni."""
