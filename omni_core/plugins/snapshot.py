@@ -48,7 +48,7 @@ class PluginSet:
             allow = bool(content["allow_version_mismatch"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PluginSetMismatch(
-                f"{PLUGIN_SET_VARIABLE} is missing or malformed ({error!r}); Omni sets it for its own processes, unset it"
+                f"{PLUGIN_SET_VARIABLE} is missing or malformed ({error!r}); only Omni sets it, so unset it"
             ) from error
         return cls(tuple(entry for _, entry in rows), frozenset(entry for needed, entry in rows if needed), allow)
 

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import omni_core
-from omni_core.errors import MissingPlugin
+from omni_core.errors import MissingPlugin, VersionMismatch
 from omni_core.plugins.declarations import PLUGIN_API, Requirements
 from omni_core.plugins.table import install_command
 
@@ -97,15 +97,30 @@ def describe(distribution: importlib.metadata.Distribution | None) -> Installed:
     return Installed(str(stated.get("name", UNKNOWN)), str(stated.get("version", UNKNOWN)))
 
 
-def require_vllm() -> Installed:
+def supported_vllm() -> str | None:
+    """The range of vLLM that this omni-core was made for, from its extras; ``None`` where it has no metadata."""
+    try:
+        lines = importlib.metadata.requires("omni-core") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((str(r.specifier) for r in map(Requirement, lines) if canonicalize_name(r.name) == "vllm"), None)
+
+
+def require_vllm(*, allow_version_mismatch: bool = False) -> Installed:
     """The vLLM that would be imported.
 
     Raises:
         MissingPlugin: there is none; the message names what installs one.
+        VersionMismatch: this omni-core was not made for it, and ``allow_version_mismatch`` is off.
     """
-    found = find_vllm()
+    found, ranges = find_vllm(), supported_vllm()
     if found is None:
         raise MissingPlugin(f"vLLM is not installed; run: {install_command()}")
+    if ranges is not None and not allow_version_mismatch and not admits(ranges, found.version):
+        raise VersionMismatch(
+            f"omni-core {omni_core.__version__} needs vllm {ranges}, but {found} is installed; "
+            f"run: pip install '{found.distribution}{ranges}'"
+        )
     return found
 
 
