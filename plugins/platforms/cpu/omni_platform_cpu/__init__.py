@@ -1,1 +1,1 @@
-"""."""
+"""CPU platform for Omni."""

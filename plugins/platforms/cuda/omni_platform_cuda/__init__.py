@@ -1,1 +1,1 @@
-"""."""
+"""NVIDIA CUDA platform for Omni."""
