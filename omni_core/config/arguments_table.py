@@ -1,0 +1,122 @@
+"""Which of vLLM's arguments have a meaning where there are only diffusion stages, and why the others do not.
+
+The tables list what is allowed: an argument that a later vLLM adds is refused until somebody has decided about it.
+A diffusion stage runs vLLM's engine, executors and workers with the core's own scheduler and model runner: there is
+no key-value cache, tokenizer, sampler, graph capture or speculation, and the family loads its own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTION_BACKEND = "attention_backend"
+"""Names one of Omni's attention backends instead of one of vLLM's; resolved apart from the engine arguments."""
+
+DIFFUSION = frozenset({
+    # the model, and what the HTTP API calls it
+    "dtype", "served_model_name",
+    # processes and devices
+    "tensor_parallel_size", "distributed_executor_backend", "device_ids", "disable_custom_all_reduce",
+    "distributed_timeout_seconds", "cpu_distributed_timeout_seconds",
+    "numa_bind", "numa_bind_nodes", "numa_bind_cpus", "worker_extension_cls", "shutdown_timeout",
+    "fail_on_environ_validation",
+    # memory: the share that must be free at start, and sleep mode's allocator
+    "gpu_memory_utilization", "enable_sleep_mode", "enable_cumem_allocator",
+    # how many requests take part in a step
+    "max_num_seqs",
+    # observing
+    "profiler_config", "disable_log_stats", "enable_log_requests", "show_hidden_metrics_for_version",
+    "logging_config", "log_level", "log_config_file",
+})  # fmt: skip
+"""Engine arguments that have a meaning for a diffusion stage."""
+
+CHECKPOINT = frozenset({"model", "model_tag", "revision"})
+"""What names the checkpoint; used up before there are stages."""
+
+SERVER = frozenset({
+    "config", "host", "port", "uds", "api_key", "root_path", "middleware",
+    "uvicorn_log_level", "disable_uvicorn_access_log", "disable_access_log_for_endpoints", "log_error_stack",
+    "allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers",
+    "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh",
+    "enable_request_id_headers", "enable_server_load_tracking", "disable_fastapi_docs", "enable_offline_docs",
+    "h11_max_incomplete_event_size", "h11_max_header_count",
+})  # fmt: skip
+"""vLLM's arguments of ``serve`` that are not engine arguments and that the server honours."""
+
+_ONE = "only tensor parallelism is supported"
+_ONE_HOST = "for several hosts use --distributed-executor-backend ray"
+_ONE_SERVER = "Omni runs one server process"
+_CORE = "omni-core decides it"
+
+FIXED: Mapping[str, tuple[Any, str]] = {
+    "enforce_eager": (True, "a diffusion stage captures no graphs"),
+    "async_scheduling": (False, _CORE),
+    "enable_prefix_caching": (False, "there is no key-value cache"),
+    "skip_tokenizer_init": (True, _CORE),
+    "trust_remote_code": (False, "code in a checkpoint is never run; a family's code comes with its plugin"),
+    "pipeline_parallel_size": (1, _ONE),
+    "data_parallel_size": (1, _ONE),
+    "prefill_context_parallel_size": (1, _ONE),
+    "decode_context_parallel_size": (1, _ONE),
+    "enable_expert_parallel": (False, _ONE),
+    "nnodes": (1, _ONE_HOST),
+    "api_server_count": (1, _ONE_SERVER),
+    "headless": (False, _ONE_HOST),
+    "grpc": (False, "Omni serves HTTP"),
+    "enable_lora": (False, "adapters are not supported yet"),
+    "cpu_offload_gb": (0, "offload is not supported yet"),
+    "quantization": (None, "quantization is not supported yet"),
+}
+"""Arguments that have one possible value: asking for that is asking for what is done, any other is refused."""
+
+_REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("scheduler_cls", "worker_cls", "config_format", "tokenizer", "tokenizer_mode", "hf_config_path",
+         "hf_overrides", "model_impl", "runner", "convert", "additional_config", "max_model_len",
+         "max_num_batched_tokens", "scheduling_policy", "stream_interval", "model_weights"),
+        _CORE,
+    ),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "ignore_patterns", "safetensors_load_strategy",
+         "pt_load_map_location", "use_tqdm_on_load", "max_parallel_loading_workers"),
+        "the family loads its own weights",
+    ),
+    **dict.fromkeys(("master_addr", "master_port", "node_rank"), _ONE_HOST),
+    "revision": "it is the checkpoint's; give it as --revision",
+    "download_dir": "set HF_HUB_CACHE in the environment",
+    "hf_token": "set HF_TOKEN in the environment",
+    "seed": 'each request has a seed of its own: send "seed" with it',
+    "code_revision": FIXED["trust_remote_code"][1],
+    "max_num_queued_reqs": "use --max-queued-requests",
+    "attention_config": "use --attention-backend",
+    "grpc_port": FIXED["grpc"][1],
+}  # fmt: skip
+
+_PREFIXES = {
+    "data_parallel_": _ONE,
+    "dp_supervisor_": _ONE,
+    "offload_": FIXED["cpu_offload_gb"][1],
+    "cpu_offload_": FIXED["cpu_offload_gb"][1],
+    "quantization_": FIXED["quantization"][1],
+    "lora_": FIXED["enable_lora"][1],
+    "max_lora": FIXED["enable_lora"][1],
+    "safetensors_prefetch_": _REASONS["load_format"],
+}
+
+
+def refusal(name: str, spelled: str, stages: str, value: Any = ...) -> str | None:
+    """Why an argument outside the allowed ones is refused, or ``None`` where ``value`` is what is done anyway.
+
+    ``spelled`` is what the user wrote, ``stages`` what it was for, such as ``the diffusion stage 'diffusion'``.
+    """
+    if name in FIXED:
+        fixed, reason = FIXED[name]
+        if value == fixed and (type(value) is type(fixed) or not isinstance(value, bool)):
+            return None
+        return f"{spelled} cannot be {value!r} for {stages}: {reason}"
+    prefixed = next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
+    because = _REASONS.get(name) or prefixed
+    if because is None:
+        return f"{spelled} has no meaning for {stages}"
+    return f"{spelled} cannot be set for {stages}: {because}"

@@ -1,0 +1,100 @@
+"""``--print-config``: every resolved value with its source, as text that is itself a deploy file, or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omni_core.config.model import Resolved, ServerConfig, Setting, StageConfig
+
+_COLUMN = 52
+
+
+def to_text(resolved: Resolved) -> str:
+    """YAML with a comment of the source behind each value. Read back as a deploy file it configures the same."""
+    return "\n".join(_lines(resolved)) + "\n"
+
+
+def to_json(resolved: Resolved) -> str:
+    """The same as JSON: each setting is ``{"value": ..., "source": ...}``."""
+    stages = {
+        name: {
+            "engine": {key: _pair(setting) for key, setting in stage.engine.items()},
+            "options": {key: _pair(setting) for key, setting in stage.options.items()},
+            "attention_backend": _pair(stage.attention_backend),
+        }
+        for name, stage in resolved.stages.items()
+    }
+    content = {
+        "model": resolved.model,
+        "revision": resolved.checkpoint.revision,
+        "family": resolved.family.name,
+        "platform": resolved.platform.name,
+        "stages": stages,
+        "server": {key: _pair(setting) for key, setting in _server_settings(resolved.server)},
+        "warnings": list(resolved.warnings),
+    }
+    return json.dumps(content, indent=2)
+
+
+def _lines(resolved: Resolved) -> Iterator[str]:
+    yield f"# model: {resolved.checkpoint}"
+    yield f"# family: {resolved.family.name}"
+    yield f"# platform: {resolved.platform.name}"
+    yield from (f"# warning: {warning}" for warning in resolved.warnings)
+    yield "stages:"
+    for name, stage in resolved.stages.items():
+        yield f"  {name}:"
+        yield from (_line("    ", key, setting) for key, setting in _stage_settings(stage))
+    yield "server:"
+    yield from (_line("  ", key, setting) for key, setting in _server_settings(resolved.server))
+
+
+def _stage_settings(stage: StageConfig) -> list[tuple[str, Setting]]:
+    own = [("attention_backend", stage.attention_backend), *stage.options.items()]
+    return sorted(stage.engine.items()) + own
+
+
+def _server_settings(server: ServerConfig) -> list[tuple[str, Setting]]:
+    return [(name, Setting(getattr(server, name), source)) for name, source in server.sources.items()]
+
+
+def _line(indent: str, key: str, setting: Setting) -> str:
+    text = yaml.safe_dump({key: plain(setting.value)}, default_flow_style=None, width=10**9, allow_unicode=True)
+    line = indent + text.strip().replace("\n", "\n" + indent)
+    if "\n" in line:  # a nested mapping: flow style keeps it on one line
+        line = f"{indent}{key}: {json.dumps(plain(setting.value))}"
+    return f"{line.ljust(_COLUMN)} # {setting.source}"
+
+
+def _pair(setting: Setting) -> Mapping[str, Any]:
+    return {"value": plain(setting.value), "source": setting.source}
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML and JSON have it; of a dataclass, the fields that differ from their defaults."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if _differs(value, f)}
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value) if isinstance(value, Path) else repr(value)
+
+
+def _differs(value: Any, spec: dataclasses.Field[Any]) -> bool:
+    if not spec.init:
+        return False
+    if spec.default_factory is not dataclasses.MISSING:
+        return bool(getattr(value, spec.name) != spec.default_factory())
+    return spec.default is dataclasses.MISSING or getattr(value, spec.name) != spec.default
