@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from omni_core.config import Resolved
+from omni_core.config.model import VLLM_DEFAULT, Resolved
 from omni_core.diffusion.messages import Job, Report, StageSettings
 from omni_core.diffusion.results import ResultFolder
 from omni_core.errors import GenerationCancelled, GenerationError
@@ -49,6 +49,7 @@ class DiffusionEngine:
     def _start(self, resolved: Resolved) -> AsyncLLM:
         for name, value in resolved.platform.environment.items():
             os.environ.setdefault(name, value)
+        get_manager().require(resolved.family, resolved.platform)
         activate()
         arguments = engine_arguments(resolved, str(self.results.path))
         with _plugin_set_in_environment():
@@ -120,7 +121,7 @@ class DiffusionEngine:
 def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
     """The engine arguments of a resolved diffusion stage: what was configured, and what the core fixes."""
     config = resolved.stage
-    configured = {name: setting.value for name, setting in config.engine.items()}
+    configured = {name: s.value for name, s in config.engine.items() if s.source != VLLM_DEFAULT}
     if configured.get("distributed_executor_backend") == "uni":
         # By its name some platforms turn "uni" into "mp"; by its class it is what was asked for.
         configured["distributed_executor_backend"] = UNI_EXECUTOR

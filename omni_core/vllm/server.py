@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
+import tempfile
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -16,7 +19,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.logger import init_logger
 
-from omni_core.config import Resolved
+from omni_core.config.model import Resolved
 from omni_core.http.jobs import JobStore
 from omni_core.http.videos import VideoService, video_router
 from omni_core.media import check_encoder
@@ -50,10 +53,11 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
     listen_address, sock = setup_server(args, reuse_port=False)
     try:
         stage = DiffusionEngine(resolved)
+        private = tempfile.mkdtemp(prefix="omni-videos-")
         try:
             engine = video_engine(resolved, stage)
             store = JobStore(
-                resolved.server.video_store,
+                resolved.server.video_store or Path(private),
                 ttl=resolved.server.video_ttl_seconds,
                 limit=resolved.server.max_stored_videos,
             )
@@ -81,6 +85,7 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
             await shutdown
         finally:
             await asyncio.to_thread(stage.close)
+            shutil.rmtree(private, ignore_errors=True)
     finally:
         sock.close()
 

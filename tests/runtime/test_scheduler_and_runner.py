@@ -1,0 +1,264 @@
+"""Contract of the diffusion scheduler and runner with the installed vLLM: both driven step by step in this process."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from reference import toy_video
+
+from omni_core.diffusion.messages import Job, StageSettings
+from omni_core.diffusion.results import ResultFolder
+
+vllm = pytest.importorskip("vllm")
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface  # noqa: E402
+from vllm.v1.engine import EngineCoreRequest, FinishReason  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+
+from omni_core.vllm.diffusion.runner import DiffusionModelRunner  # noqa: E402
+from omni_core.vllm.diffusion.scheduler import DiffusionScheduler  # noqa: E402
+from omni_core.vllm.engine import engine_arguments  # noqa: E402
+
+
+class Loop:
+    """What EngineCore does in a step, without its processes."""
+
+    def __init__(self, vllm_config, results):
+        self.results = results
+        self.scheduler = DiffusionScheduler(
+            vllm_config=vllm_config,
+            kv_cache_config=None,
+            structured_output_manager=None,
+            block_size=16,
+            hash_block_size=16,
+            include_finished_set=True,
+            log_stats=True,
+        )
+        self.runner = DiffusionModelRunner(vllm_config, torch.device("cpu"), rank=0)
+        self.runner.load_model()
+        self.outputs = {}
+        self.count = 0
+
+    def add(self, prompt, seed, frame_type="float32", **fields):
+        self.count += 1
+        request_id = f"r{self.count}"
+        job = Job({"prompt": prompt, "seed": seed, **fields}, frame_type)
+        self.add_raw(request_id, job.to_extra_args())
+        return request_id
+
+    def add_raw(self, request_id, extra_args):
+        core = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=[0],
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=10, extra_args=extra_args),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.scheduler.add_request(Request.from_engine_core_request(core, None))
+
+    def step(self):
+        scheduled = self.scheduler.schedule()
+        by_client = self.scheduler.update_from_output(scheduled, self.runner.execute_model(scheduled))
+        step = {o.request_id: o for outputs in by_client.values() for o in outputs.outputs}
+        for request_id, output in step.items():
+            self.outputs.setdefault(request_id, []).append(output)
+        return step
+
+    def run(self, limit=200):
+        while self.scheduler.has_requests():
+            self.step()
+            limit -= 1
+            assert limit, "the requests do not end"
+
+    def last(self, request_id):
+        return self.outputs[request_id][-1]
+
+    def frames(self, request_id):
+        return self.results.take(self.last(request_id).kv_transfer_params["result"])
+
+
+@pytest.fixture(scope="module")
+def vllm_config(resolve_toy, tmp_path_factory):
+    from omni_core.vllm.activate import activate
+
+    activate()
+    return AsyncEngineArgs(
+        **engine_arguments(resolve_toy(), str(tmp_path_factory.mktemp("unused")))
+    ).create_engine_config()
+
+
+@pytest.fixture
+def loop(vllm_config, tmp_path):
+    results = ResultFolder(tmp_path)
+    settings = StageSettings.from_config(vllm_config.additional_config)
+    vllm_config.additional_config = StageSettings(**{**vars(settings), "results": str(results.path)}).to_config()
+    yield Loop(vllm_config, results)
+    results.close()
+
+
+def test_the_scheduler_implements_all_of_the_installed_interface():
+    assert not DiffusionScheduler.__abstractmethods__
+    required = SchedulerInterface.__abstractmethods__
+    assert all(name in vars(DiffusionScheduler) for name in required)
+
+
+def test_one_request_gives_what_the_model_gives(loop):
+    request_id = loop.add("a cat", 7)
+    loop.run()
+    np.testing.assert_array_equal(loop.frames(request_id), toy_video("a cat", 7))
+    assert loop.last(request_id).finish_reason == FinishReason.STOP
+    assert not loop.runner.running, "the worker keeps nothing"
+    assert loop.results.pending() == []
+
+
+@pytest.mark.parametrize(("prompt", "seed", "steps"), [("a cat", 8, 4), ("a dog", 7, 4), ("a cat", 7, 3)])
+def test_another_seed_prompt_or_step_count_gives_another_video(loop, prompt, seed, steps):
+    request_id = loop.add("a cat", 7)
+    loop.run()
+    assert np.abs(loop.frames(request_id) - toy_video(prompt, seed, steps=steps)).max() > 1e-3
+
+
+def test_progress_counts_every_step(loop):
+    request_id = loop.add("a cat", 7, num_inference_steps=5)
+    loop.run()
+    reports = [output.kv_transfer_params for output in loop.outputs[request_id]]
+    assert [(r["phase"], r["step"]) for r in reports] == [*[("denoise", i) for i in range(1, 6)], ("decode", 5)]
+    assert {r["num_steps"] for r in reports} == {5}
+    assert set(reports[-1]["seconds"]) == {"encode", "denoise", "decode"}
+
+
+def test_late_requests_share_forwards_at_different_timesteps(loop):
+    first = loop.add("a cat", 1, num_inference_steps=6)
+    loop.step(), loop.step()
+    second = loop.add("a dog", 2, num_inference_steps=3)
+    loop.run()
+    assert [2, 0] in loop.runner.model.batches, "the late one joins at its own step"
+    np.testing.assert_array_equal(loop.frames(first), toy_video("a cat", 1, steps=6))
+    np.testing.assert_array_equal(loop.frames(second), toy_video("a dog", 2, steps=3))
+
+
+def test_requests_that_cannot_share_run_as_groups_of_one_step(loop):
+    ids = [
+        loop.add("a", 1, num_inference_steps=8),
+        loop.add("b", 2, num_inference_steps=8, group="b"),
+        loop.add("c", 3, num_inference_steps=8, width=48),
+        loop.add("d", 4, num_inference_steps=8),
+    ]
+    while len(loop.runner.running) < 4 or any(r.state is None for r in loop.runner.running.values()):
+        loop.step()
+    before = len(loop.runner.model.batches)
+    loop.step()
+    assert sorted(len(batch) for batch in loop.runner.model.batches[before:]) == [1, 1, 2]
+    loop.run()
+    np.testing.assert_array_equal(loop.frames(ids[2]), toy_video("c", 3, steps=8, width=48))
+    np.testing.assert_array_equal(loop.frames(ids[3]), toy_video("d", 4, steps=8))
+
+
+def test_more_requests_than_slots_wait_their_turn(loop):
+    ids = [loop.add(f"prompt {i}", i) for i in range(7)]
+    loop.step()
+    assert loop.scheduler.get_request_counts() == (4, 3)
+    loop.run()
+    for i, request_id in enumerate(ids):
+        np.testing.assert_array_equal(loop.frames(request_id), toy_video(f"prompt {i}", i))
+
+
+@pytest.mark.parametrize("where", ["start", "predict", "advance", "finish"])
+def test_an_exception_fails_its_own_request_only(loop, where):
+    good = loop.add("a cat", 1)
+    bad = loop.add("a dog", 2, fail_in=where, fail_at=1 if where in ("predict", "advance") else 0)
+    late = loop.add("a bird", 3)
+    loop.run()
+    report = loop.last(bad)
+    assert report.finish_reason == FinishReason.ERROR
+    assert f"asked to fail in {where}" in report.kv_transfer_params["error"]
+    np.testing.assert_array_equal(loop.frames(good), toy_video("a cat", 1))
+    np.testing.assert_array_equal(loop.frames(late), toy_video("a bird", 3))
+    assert not loop.runner.running
+
+
+def test_an_abort_is_seen_before_the_next_step_and_leaves_the_others(loop):
+    keep, drop = loop.add("a cat", 1, num_inference_steps=6), loop.add("a dog", 2, num_inference_steps=6)
+    for _ in range(3):
+        loop.step()
+    loop.scheduler.finish_requests([drop], RequestStatus.FINISHED_ABORTED)
+    step = loop.step()
+    assert set(step) == {keep}
+    assert set(loop.runner.running) == {keep}
+    loop.run()
+    np.testing.assert_array_equal(loop.frames(keep), toy_video("a cat", 1, steps=6))
+
+
+def test_work_queued_for_an_aborted_request_never_starts(loop):
+    ids = [loop.add(f"p{i}", i) for i in range(5)]
+    loop.step()
+    loop.scheduler.finish_requests(ids[4], RequestStatus.FINISHED_ABORTED)
+    loop.run()
+    assert ids[4] not in loop.outputs
+    assert loop.scheduler.get_num_unfinished_requests() == 0
+
+
+def test_a_result_that_nobody_takes_is_removed(loop):
+    request_id = loop.add("a cat", 1, num_inference_steps=1)
+    loop.step()
+    scheduled = loop.scheduler.schedule()
+    output = loop.runner.execute_model(scheduled)  # decodes and writes
+    assert loop.results.pending() == [f"{request_id}.npy"]
+    loop.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+    loop.scheduler.update_from_output(scheduled, output)
+    assert loop.results.pending() == []
+
+
+def test_an_abort_that_comes_after_the_end_removes_the_result(loop):
+    request_id = loop.add("a cat", 1)
+    loop.run()
+    assert loop.results.pending() == [f"{request_id}.npy"]
+    loop.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+    assert loop.results.pending() == []
+
+
+def test_a_request_that_is_not_omnis_own_fails_alone(loop):
+    loop.add_raw("foreign", None)
+    good = loop.add("a cat", 1)
+    loop.run()
+    assert loop.last("foreign").finish_reason == FinishReason.ERROR
+    np.testing.assert_array_equal(loop.frames(good), toy_video("a cat", 1))
+
+
+def test_pausing_keeps_running_requests_where_they_are(loop):
+    request_id = loop.add("a cat", 1)
+    loop.step()
+    loop.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not loop.scheduler.has_requests()
+    assert loop.step() == {}
+    loop.scheduler.set_pause_state(PauseState.UNPAUSED)
+    loop.run()
+    np.testing.assert_array_equal(loop.frames(request_id), toy_video("a cat", 1))
+
+
+def test_frames_come_as_bytes_where_asked(loop):
+    request_id = loop.add("a cat", 1, frame_type="uint8")
+    loop.run()
+    frames = loop.frames(request_id)
+    assert frames.dtype == np.uint8
+    np.testing.assert_array_equal(frames, np.rint(toy_video("a cat", 1) * 255).astype(np.uint8))
+
+
+def test_no_space_for_a_result_fails_the_request_and_says_what_to_do(loop, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("omni_core.diffusion.results.np", SimpleNamespace(save=full))
+    request_id = loop.add("a cat", 1)
+    loop.run()
+    assert "OMNI_RESULTS_DIR" in loop.last(request_id).kv_transfer_params["error"]
+    monkeypatch.undo()
+    assert loop.results.pending() == []

@@ -1,0 +1,1 @@
+"""A model family small enough to read in a minute, for tests of the runtime: arithmetic instead of a network."""

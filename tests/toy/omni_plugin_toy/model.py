@@ -1,0 +1,57 @@
+"""The toy model: x <- gain * x + hash(prompt), so that a result shows prompt, seed, steps and nothing else."""
+
+import time
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from omni_core.diffusion.contract import DiffusionModel, DiffusionState
+
+
+@dataclass
+class ToyState(DiffusionState):
+    latents: torch.Tensor
+    bias: float
+
+
+class ToyModel(DiffusionModel):
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain
+        self.batches = []
+
+    @classmethod
+    def load(cls, context):
+        return cls(context.options["gain"])
+
+    def start(self, request):
+        self._maybe_fail(request, "start", 0)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        latents = torch.rand(request.num_frames, request.height // 16, request.width // 16, 3, generator=generator)
+        bias = zlib.crc32(request.prompt.encode()) % 1000 / 2000
+        return ToyState(request=request, num_steps=request.num_inference_steps, latents=latents, bias=bias)
+
+    def batch_key(self, state):
+        return (state.request.group, tuple(state.latents.shape))
+
+    def predict(self, states):
+        self.batches.append([state.step for state in states])
+        for state in states:
+            self._maybe_fail(state.request, "predict", state.step)
+        time.sleep(max(state.request.step_seconds for state in states))
+        x = torch.stack([state.latents for state in states])
+        return list(x * self.gain + torch.tensor([s.bias for s in states]).view(-1, 1, 1, 1, 1))
+
+    def advance(self, state, prediction):
+        self._maybe_fail(state.request, "advance", state.step)
+        state.latents = prediction
+
+    def finish(self, state):
+        self._maybe_fail(state.request, "finish", state.step)
+        return state.latents.clamp(0, 1).repeat_interleave(16, 1).repeat_interleave(16, 2)
+
+    @staticmethod
+    def _maybe_fail(request, where, step):
+        if request.fail_in == where and step >= request.fail_at:
+            raise RuntimeError(f"asked to fail in {where}")
