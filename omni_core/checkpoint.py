@@ -33,9 +33,9 @@ class Checkpoint:
         self.source = str(source)
         self.revision = revision
         path = Path(source).expanduser()
-        self.folder = path if path.is_dir() else None
+        self.folder = path if self.source and path.is_dir() else None  # Path("") would be the current folder
         self._files: dict[str, Mapping[str, Any]] = {}
-        if self.folder is None and path.exists():
+        if self.folder is None and path.is_file():
             raise CheckpointError(f"checkpoint {self.source!r} is a file; give the folder that holds {CONFIG}")
         if self.folder is None and (isinstance(source, Path) or not _HUB_ID.fullmatch(self.source)):
             raise CheckpointError(f"checkpoint {self.source!r}: there is no such folder")
