@@ -90,7 +90,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
         for values in (owner._parameters, owner._buffers):
             for name, value in values.items():
                 if value is not None and value.is_meta:
-                    values[name] = real(value)  # type: ignore[assignment]
+                    values[name] = real(value)
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -76,6 +76,8 @@ def pipeline(checkpoint: Checkpoint) -> Pipeline:
 def read_layout(checkpoint: Checkpoint) -> WanLayout:
     """The checkpoint's configuration, checked; raises what ``pipeline`` raises."""
     index = checkpoint.read("model_index.json")
+    for file in ("text_encoder/config.json", "tokenizer/tokenizer_config.json"):
+        _required(checkpoint, file)
     layout = WanLayout(
         transformer=_required(checkpoint, "transformer/config.json"),
         vae=_required(checkpoint, "vae/config.json"),

@@ -1,4 +1,4 @@
-"""Wan text-to-video as the diffusion runtime drives it. The reference for every detail is diffusers' ``WanPipeline``."""
+"""Wan text-to-video as the diffusion runtime drives it; every detail is as in diffusers' ``WanPipeline``."""
 
 from __future__ import annotations
 

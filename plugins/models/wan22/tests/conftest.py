@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-
-for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}.items():
-    os.environ.setdefault(name, value)
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
 import wan22_support
+
+for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}.items():
+    os.environ.setdefault(name, value)
 
 OPERATORS = wan22_support.define_torchvision_operators()
 

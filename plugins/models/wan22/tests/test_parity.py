@@ -91,7 +91,8 @@ def test_requests_at_different_experts_have_different_keys(model, parse):
     with torch.inference_mode():
         state = model.start(parse(**TWO_EXPERTS))
     keys = []
-    for state.step in range(state.num_steps):
+    for step in range(state.num_steps):
+        state.step = step
         keys.append(model.batch_key(state))
     assert len(set(keys)) == 2
     assert [t >= 875 for t in state.timesteps.tolist()] == [key == keys[0] for key in keys]

@@ -1,0 +1,89 @@
+"""Which checkpoints the family takes, and what it says of those that it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from omni_core.checkpoint import Checkpoint
+from omni_core.errors import CheckpointError, UnsupportedCheckpoint
+from omni_plugin_wan22 import plugin
+from omni_plugin_wan22.family import pipeline, read_layout
+
+
+@pytest.fixture
+def folder(two_experts, tmp_path):
+    return shutil.copytree(two_experts, tmp_path / "checkpoint")
+
+
+def edit(file, **values):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_the_declared_family_claims_the_checkpoint(folder):
+    (family,) = plugin.omni_model_families()
+    assert family.matches.specificity(Checkpoint(folder)) == 1
+    edit(folder / "model_index.json", _class_name="WanImageToVideoPipeline")
+    assert family.matches.specificity(Checkpoint(folder)) is None
+
+
+def test_declaring_imports_nothing_heavy():
+    code = (
+        "import sys, omni_plugin_wan22.plugin, omni_plugin_wan22.family;"
+        "print([m for m in ('torch', 'vllm', 'transformers', 'diffusers', 'pydantic') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_two_experts_are_read(folder):
+    layout = read_layout(Checkpoint(folder))
+    assert layout.experts == ("transformer", "transformer_2") and layout.boundary_ratio == 0.875
+    assert (layout.temporal_scale, layout.spatial_scale, layout.patch_size) == (4, 8, (1, 2, 2))
+    assert pipeline(Checkpoint(folder)).stage.name == "diffusion"
+
+
+def test_without_a_boundary_there_is_one_expert(folder):
+    """As in ``WanPipeline``, which never calls ``transformer_2`` where ``boundary_ratio`` is null."""
+    edit(folder / "model_index.json", boundary_ratio=None)
+    assert read_layout(Checkpoint(folder)).experts == ("transformer",)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "reason"),
+    [
+        ("model_index.json", {"expand_timesteps": True}, "TI2V-5B"),
+        ("transformer/config.json", {"in_channels": 36}, "takes 36 channels and the VAE gives 16"),
+        ("transformer/config.json", {"image_dim": 1280}, "conditioned on images .image_dim is set"),
+        ("transformer_2/config.json", {"num_layers": 2}, "differ in num_layers"),
+        ("scheduler/scheduler_config.json", {"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEuler"),
+        ("scheduler/scheduler_config.json", {"use_flow_sigmas": False}, "does not use flow sigmas"),
+        ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}, "flow prediction"),
+        ("scheduler/scheduler_config.json", {"use_karras_sigmas": True}, "sets use_karras_sigmas"),
+    ],
+)
+def test_what_is_not_served_yet_says_why(folder, file, values, reason):
+    edit(folder / file, **values)
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        pipeline(Checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "transformer/config.json",
+        "transformer_2/config.json",
+        "vae/config.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "tokenizer/tokenizer_config.json",
+    ],
+)
+def test_a_missing_component_is_named(folder, file):
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=f"has no {file}"):
+        pipeline(Checkpoint(folder))
