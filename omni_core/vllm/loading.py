@@ -136,8 +136,9 @@ class _Slot:
     def take(self, name: str, tensor: torch.Tensor, file: Path, verify: bool) -> None:
         """Copy ``tensor`` into the parameter; with ``verify``, check that it is already there (a tied weight)."""
         if tuple(tensor.shape) != self.shape:
+            shape, expected = list(tensor.shape), list(self.shape)
             raise CheckpointError(
-                f"{file}: {name} has shape {list(tensor.shape)}, but the model's configuration asks for {list(self.shape)}"
+                f"{file}: {name} has shape {shape}, but the model's configuration asks for {expected}"
             )
         if self.parameter.is_floating_point() and tensor.dtype not in LOADABLE:
             raise CheckpointError(

@@ -10,9 +10,9 @@ import torch
 from wan22_support import BASE, ONE_EXPERT, TWO_EXPERTS, generate, generate_together, perturbed, reference_video
 
 TOLERANCE = 1e-5
-"""Float32 on CPU, videos in [0, 1]. Measured: below 1e-6."""
+"""Float32 on CPU, videos in [0, 1]. Measured: 7e-7 at most."""
 FAR = 1000 * TOLERANCE
-"""What a mistake must change at least, so that the tolerance means something. Measured: above 0.1."""
+"""What a mistake must change at least, so that the tolerance means something. Measured: 0.04 at least."""
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
