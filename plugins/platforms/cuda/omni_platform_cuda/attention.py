@@ -44,11 +44,11 @@ def flash_attention(
     Raises:
         ConfigError: FlashAttention does not compute this dtype or head size.
     """
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-
     head_dim = query.shape[-1]
     if reason := why_not_flash(query.dtype, head_dim):
         raise ConfigError(f"attention 'flash-attention' {reason}; choose 'sdpa'")
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
     batch, query_length, key_length = query.shape[0], query.shape[1], key.shape[1]
     result: torch.Tensor = flash_attn_varlen_func(
         query.flatten(0, 1),
