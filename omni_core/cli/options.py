@@ -15,8 +15,11 @@ _REPEATABLE = ("overrides", "allow_routes")
 
 
 def add_options(group: Any) -> None:
-    """Add Omni's options to a parser or an argument group."""
-    add = group.add_argument
+    """Add Omni's options to a parser or an argument group; one that is not given leaves nothing in the namespace."""
+
+    def add(*flags: str, **keywords: Any) -> None:
+        group.add_argument(*flags, default=argparse.SUPPRESS, **keywords)
+
     add("--omni", action="store_true", help="Serve with Omni; `omni serve` implies it.")
     add("--deploy", metavar="FILE", help="Deploy file (YAML) with settings of stages and server.")
     add(
@@ -67,7 +70,7 @@ def take_options(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: one of Omni's options has a wrong value.
     """
-    parser = _OwnParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _OwnParser(add_help=False, allow_abbrev=False)
     add_options(parser)
     flags = parser._option_string_actions
     words = [_dashed(word) if _dashed(word).partition("=")[0] in flags else word for word in argv]

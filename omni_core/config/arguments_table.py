@@ -114,7 +114,8 @@ def refusal(name: str, spelled: str, stages: str, value: Any = ...) -> str | Non
         fixed, reason = FIXED[name]
         if value == fixed and (type(value) is type(fixed) or not isinstance(value, bool)):
             return None
-        return f"{spelled} cannot be {value!r} for {stages}: {reason}"
+        asked = "cannot be used for" if value is True else f"cannot be {value!r} for"
+        return f"{spelled} {asked} {stages}: {reason}"
     prefixed = next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
     because = _REASONS.get(name) or prefixed
     if because is None:

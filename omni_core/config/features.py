@@ -45,4 +45,4 @@ def check_features(family: ModelFamily, enabled: frozenset[str]) -> list[str]:
 
 
 def _names(features: frozenset[str]) -> str:
-    return " with ".join(sorted(features))
+    return " + ".join(sorted(features))

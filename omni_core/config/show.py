@@ -66,10 +66,8 @@ def _server_settings(server: ServerConfig) -> list[tuple[str, Setting]]:
 
 
 def _line(indent: str, key: str, setting: Setting) -> str:
-    text = yaml.safe_dump({key: plain(setting.value)}, default_flow_style=None, width=10**9, allow_unicode=True)
-    line = indent + text.strip().replace("\n", "\n" + indent)
-    if "\n" in line:  # a nested mapping: flow style keeps it on one line
-        line = f"{indent}{key}: {json.dumps(plain(setting.value))}"
+    value = yaml.safe_dump(plain(setting.value), default_flow_style=True, width=10**9, allow_unicode=True)
+    line = f"{indent}{key}: " + value.removesuffix("...\n").strip()
     return f"{line.ljust(_COLUMN)} # {setting.source}"
 
 
@@ -80,21 +78,25 @@ def _pair(setting: Setting) -> Mapping[str, Any]:
 def plain(value: Any) -> Any:
     """A value as YAML and JSON have it; of a dataclass, the fields that differ from their defaults."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if _differs(value, f)}
+        return {name: plain(item) for name, item in _changed(value).items()}
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, (set, frozenset)):
+        return [plain(item) for item in sorted(value, key=str)]
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return str(value) if isinstance(value, Path) else repr(value)
 
 
-def _differs(value: Any, spec: dataclasses.Field[Any]) -> bool:
-    if not spec.init:
-        return False
-    if spec.default_factory is not dataclasses.MISSING:
-        return bool(getattr(value, spec.name) != spec.default_factory())
-    return spec.default is dataclasses.MISSING or getattr(value, spec.name) != spec.default
+def _changed(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from those of a fresh one; all where none can be made without values."""
+    values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    try:
+        fresh = type(value)()
+    except (TypeError, ValueError):
+        return values
+    return {name: item for name, item in values.items() if item != getattr(fresh, name)}

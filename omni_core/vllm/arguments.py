@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,9 +34,8 @@ API_SERVER_SETTINGS = ("max_queued_requests",)
 @cache
 def engine_arguments() -> Mapping[str, EngineArgument]:
     """Every engine argument of the installed vLLM, with its default and type."""
-    types = typing.get_type_hints(AsyncEngineArgs)
     fields = [f for f in dataclasses.fields(AsyncEngineArgs) if f.init and not f.name.startswith("_")]
-    return {f.name: EngineArgument(f.name, _default(f), types.get(f.name, Any)) for f in fields}
+    return {f.name: EngineArgument(f.name, _default(f), Any if isinstance(f.type, str) else f.type) for f in fields}
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -182,6 +180,7 @@ class ServeParser:
         self.serve: FlexibleArgumentParser = self._command.subparser_init(self._root.add_subparsers(dest="subparser"))
         self.serve.prog = program
         self.serve.usage = f"{program} MODEL [options]"
+        self.serve.epilog = (self.serve.epilog or "").replace("vllm serve", program)
         self.serve.description = "Serve a model of any modality over HTTP; vLLM's own options are in the other groups."
         group = self.serve.add_argument_group("Omni", "Options of Omni; the groups after it are vLLM's.")
         add_ours(group)
