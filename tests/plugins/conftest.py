@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from plugin_site import Site
+
+# On a busy machine the first example of a test may take long; that says nothing about the code.
+settings.register_profile("omni", deadline=None)
+settings.load_profile("omni")
 
 
 @pytest.fixture

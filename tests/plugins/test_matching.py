@@ -200,3 +200,14 @@ def test_a_missing_platform_is_the_exact_command(site: Site) -> None:
     assert printed == "MissingPlugin platform 'cuda' is not installed; run: pip install 'omni-core[cuda]'"
     printed = site.python("try: manager.platform('abacus')\nexcept Exception as e: print(type(e).__name__, e)")
     assert printed == "MissingPlugin no installed plugin supports the device type 'abacus'; installed: none"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_an_error_though_another_file_would_match(
+    site: Site, checkpoint: Path
+) -> None:
+    (checkpoint / "config.json").write_text("{")
+    (checkpoint / "model_index.json").write_text('{"_class_name": "ToyPipeline"}')
+    site.plugin("reader", family("reader"))
+    site.plugin("toy", family("toy", "ClassName('ToyPipeline')"))
+    done = site.omni("plugins", "why", str(checkpoint))
+    assert done.returncode == 2 and "config.json is not valid JSON" in done.stderr
