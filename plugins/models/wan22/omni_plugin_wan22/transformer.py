@@ -273,11 +273,29 @@ class ConditionEmbedder(nn.Module):
         return time, self.time_proj(F.silu(time)).unflatten(-1, (6, -1)), self.text_embedder(text)
 
 
+class PatchEmbedding(nn.Module):
+    """A convolution whose stride is its kernel, computed as what it is: one matrix product per patch."""
+
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.patch_size = config.patch_size
+        shape = (config.dim, config.in_channels, *config.patch_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(config.dim, dtype=dtype), requires_grad=False)
+
+    def forward(self, latents: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """[B, C, frames, height, width] to [B, S, D]."""
+        (frames, rows, columns), (pt, ph, pw) = grid, self.patch_size
+        patches = latents.reshape(latents.shape[0], -1, frames, pt, rows, ph, columns, pw)
+        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
 class WanTransformer(nn.Module):
     """One expert of a Wan checkpoint, text-conditioned.
 
     Raises:
-        ConfigError: the tensor-parallel size divides neither the heads nor the feed-forward's width.
+        ConfigError: the tensor-parallel size does not divide the heads or the feed-forward's channels.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype, attention: Attention) -> None:
@@ -321,24 +339,6 @@ class WanTransformer(nn.Module):
         x = x.unflatten(-1, (*self.config.patch_size, -1)).unflatten(1, grid)
         x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
-
-
-class PatchEmbedding(nn.Module):
-    """A convolution whose stride is its kernel, computed as what it is: one matrix product per patch."""
-
-    def __init__(self, config: TransformerConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.patch_size = config.patch_size
-        shape = (config.dim, config.in_channels, *config.patch_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(config.dim, dtype=dtype), requires_grad=False)
-
-    def forward(self, latents: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[B, C, frames, height, width] to [B, S, D]."""
-        (frames, rows, columns), (pt, ph, pw) = grid, self.patch_size
-        patches = latents.reshape(latents.shape[0], -1, frames, pt, rows, ph, columns, pw)
-        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
-        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 def _check_tensor_parallel(config: TransformerConfig) -> None:
