@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import cmd_init
 from vllm.logger import configure_logging_from_args
@@ -135,6 +136,15 @@ class _Parser(FlexibleArgumentParser):
         result: tuple[argparse.Namespace, list[str]] = super().parse_known_args(args, namespace)
         return result
 
+    def load_config_file(self, file_path: str) -> list[str]:
+        try:
+            words: list[str] = super().load_config_file(file_path)
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read --config file {file_path}: {' '.join(str(error).split())}") from None
+        except AttributeError:
+            raise ConfigError(f"--config file {file_path} must be a mapping of flags to values") from None
+        return words
+
     def format_help(self) -> str:
         """vLLM's help (a list of groups, or what ``--help=WORD`` asks for), with our own options in full before it."""
         text: str = super().format_help()
@@ -153,17 +163,10 @@ class _Parser(FlexibleArgumentParser):
         flag = next((word for word in message.partition("unrecognized arguments: ")[2].split() if word[:2] == "--"), "")
         if flag:
             name = flag.partition("=")[0]
-            raise ConfigError(unknown("flag", name, (option for option in self._options() if option[:2] == "--")))
+            raise ConfigError(unknown("flag", name, [o for o in self._option_string_actions if o[:2] == "--"]))
         if "expected" in message and "argument" in message:
             message += " (a value that begins with '-' is written --flag=value)"
         raise ConfigError(message)
-
-    def _options(self) -> list[str]:
-        own = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                own += [option for parser in action.choices.values() for option in parser._option_string_actions]
-        return own
 
 
 class ServeParser:
@@ -175,9 +178,9 @@ class ServeParser:
     """
 
     def __init__(self, program: str, add_ours: Callable[[argparse._ArgumentGroup], None]) -> None:
-        self._root = _Parser(prog=program.partition(" ")[0])
         self._command = cmd_init()[0]
-        self.serve: FlexibleArgumentParser = self._command.subparser_init(self._root.add_subparsers(dest="subparser"))
+        # Taken from under vLLM's root parser, which does not know the flags that a --config file switches off.
+        self.serve: _Parser = self._command.subparser_init(_Parser().add_subparsers())
         self.serve.prog = program
         self.serve.usage = f"{program} MODEL [options]"
         self.serve.epilog = (self.serve.epilog or "").replace("vllm serve", program)
@@ -194,13 +197,16 @@ class ServeParser:
             ConfigError: unknown flag (with the nearest), wrong value, unreadable ``--config`` file.
         """
         try:
-            namespace = self._root.parse_args(["serve", *_split_config(argv)])
+            namespace = self.serve.parse_args(_split_config(argv))
             with self._defaults_suppressed():
-                given = argparse.ArgumentParser.parse_known_args(self._root, self._root.unfolded)[0]
-        except (ValueError, AssertionError, OSError) as error:  # of --config files and model positions
+                given = argparse.ArgumentParser.parse_known_args(self.serve, self.serve.unfolded)[0]
+        except (ValueError, AssertionError) as error:  # no, or more than one, --config file
             raise ConfigError(str(error)) from None
+        except IndexError:  # vLLM looks for the value of a dotted flag without asking whether there is one
+            raise ConfigError("a flag of the form --name.key is followed by its value") from None
+        namespace.subparser = "serve"
         namespace.model = namespace.model_tag or namespace.model
-        return ParsedServe(namespace, frozenset(vars(given)) - {"subparser"})
+        return ParsedServe(namespace, frozenset(vars(given)))
 
     def validate(self, namespace: argparse.Namespace) -> None:
         """vLLM's own check of the parsed arguments; applies its logging arguments too.
