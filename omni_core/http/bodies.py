@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request
 from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
 
 from omni_core.errors import RequestError
 from omni_core.http.errors import HttpError
@@ -52,13 +53,16 @@ async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
 
 async def _read_form(request: Request) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    async with request.form(max_files=1, max_fields=100) as form:
-        for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                raise RequestError(f"{name}: this model takes no file", param=name)
-            if name in fields:
-                raise RequestError(f"{name} is given twice", param=name)
-            fields[name] = value
+    try:
+        async with request.form(max_files=1, max_fields=100) as form:
+            for name, value in form.multi_items():
+                if isinstance(value, UploadFile):
+                    raise RequestError(f"{name}: this model takes no file", param=name)
+                if name in fields:
+                    raise RequestError(f"{name} is given twice", param=name)
+                fields[name] = value
+    except HTTPException as error:
+        raise RequestError(f"the body is not a form: {error.detail}") from None
     return fields
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 from omni_core.plugins.predicates import Predicate
@@ -21,8 +20,6 @@ PLUGIN_API = "1.0"
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-
-EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_reference(reference: str) -> Any:

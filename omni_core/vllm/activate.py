@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
@@ -16,8 +17,17 @@ def activate() -> None:
     """
     from omni_core.vllm.diffusion import config
 
+    _share_logging()
     config.register()
     get_manager().activate()
+
+
+def _share_logging() -> None:
+    """Let the core's loggers write where vLLM's do, in its format and at its level."""
+    ours, theirs = logging.getLogger("omni_core"), logging.getLogger("vllm")
+    ours.handlers = theirs.handlers
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
 
 
 def activate_in_vllm() -> None:

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -114,6 +115,8 @@ class DiffusionEngine:
 
     def close(self) -> None:
         """Stop the processes and remove the results. Closing twice is fine."""
+        if (handler := getattr(self.client, "output_handler", None)) is not None:
+            cancel_task_threadsafe(handler)  # or it would log the end of the engine as an error
         self.client.shutdown()
         self.results.close()
 

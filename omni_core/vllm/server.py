@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import socket
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -63,7 +64,7 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
             )
             service = VideoService(engine, store, served_names(resolved))
             app = make_app(resolved, args, stage, service)
-            logger.info("Serving %s on %s", resolved.model, listen_address)
+            logger.info("Serving %s on %s", resolved.model, _address(listen_address, args.port, sock))
             shutdown = await serve_http(
                 app,
                 sock=sock,
@@ -88,6 +89,13 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
             shutil.rmtree(private, ignore_errors=True)
     finally:
         sock.close()
+
+
+def _address(listen_address: str, port: int | None, sock: socket.socket) -> str:
+    """``listen_address`` with the port that the kernel chose, where it was left to the kernel."""
+    if port == 0 and sock.family in (socket.AF_INET, socket.AF_INET6):
+        return f"{listen_address.removesuffix(':0')}:{sock.getsockname()[1]}"
+    return listen_address
 
 
 def served_names(resolved: Resolved) -> list[str]:
