@@ -115,6 +115,7 @@ def resolve(
         resolver = _StageResolver(stage, served.family, served.platform, engine_arguments)
         own = [override for override in explicit.overrides if override.stage == name]
         configs[name] = config = resolver.resolve(explicit, own)
+        _check_together(config.engine)
         if config.attention_backend.value is not None:
             require_attention(config.attention_backend.value)
         warnings += check_features(served.family, enabled_features(config.engine))
@@ -131,6 +132,15 @@ def resolve(
         server=server,
         warnings=tuple(warnings),
     )
+
+
+def _check_together(engine: Mapping[str, Setting]) -> None:
+    """Raise ``ConfigError`` for settings of which vLLM would follow one and leave the other."""
+    devices, backend = engine.get("device_ids"), engine.get("distributed_executor_backend")
+    if devices and backend and devices.value and backend.value == "ray":
+        raise ConfigError(
+            f"device_ids ({devices.source}) has no effect with Ray ({backend.source}); use Ray's placement groups"
+        )
 
 
 @dataclass(frozen=True)

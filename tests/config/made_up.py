@@ -15,6 +15,7 @@ ENGINE_ARGUMENTS = {
         EngineArgument("gpu_memory_utilization", 0.9, float),
         EngineArgument("enable_sleep_mode", False, bool),
         EngineArgument("device_ids", None, list[int | str] | None),
+        EngineArgument("distributed_executor_backend", None, str | None),
         EngineArgument("speculative_config", None, dict | None),
         EngineArgument("worker_cls", "auto", str),
         EngineArgument("enforce_eager", False, bool),

@@ -97,6 +97,11 @@ def test_asking_for_what_is_done_anyway_is_fine(configure, flags):
     assert configure(**flags).stage.engine.keys().isdisjoint(flags)
 
 
+def test_devices_cannot_be_chosen_with_ray(configure):
+    with pytest.raises(ConfigError, match=r"device_ids \(--device-ids\) has no effect with Ray"):
+        configure("diffusion.distributed_executor_backend=ray", device_ids=[0])
+
+
 def test_flags_of_the_server_are_left_to_the_server(configure):
     assert "port" not in configure(port=8001, host="::1", api_key=["k"], model_tag="m").stage.engine
 
