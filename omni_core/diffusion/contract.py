@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -66,30 +66,32 @@ class DiffusionState:
     step: int = field(default=0, init=False)
 
 
-class DiffusionModel(nn.Module, ABC):
-    """A diffusion model as the runtime drives it.
+RequestT = TypeVar("RequestT", bound=VideoRequest)
+StateT = TypeVar("StateT", bound=DiffusionState)
+
+
+class DiffusionModel(nn.Module, ABC, Generic[RequestT, StateT]):
+    """A diffusion model as the runtime drives it, with the family's own request and state.
 
     Every method is called under ``torch.inference_mode``, from one thread. With tensor parallelism every rank calls
     the same methods in the same order with the same arguments.
     """
 
-    returns: ClassVar[str] = "video"
-
     @classmethod
     @abstractmethod
-    def load(cls, context: StageContext) -> DiffusionModel:
+    def load(cls, context: StageContext) -> Self:
         """Build the model with its weights on ``context.device``. Raises ``CheckpointError`` for a bad checkpoint."""
 
     @abstractmethod
-    def start(self, request: VideoRequest) -> DiffusionState:
+    def start(self, request: RequestT) -> StateT:
         """Encode the prompt, draw the noise from the request's own seed, build the schedule."""
 
     @abstractmethod
-    def batch_key(self, state: DiffusionState) -> Hashable:
+    def batch_key(self, state: StateT) -> Hashable:
         """Requests with equal keys may share the next ``predict``."""
 
     @abstractmethod
-    def predict(self, states: Sequence[DiffusionState]) -> Sequence[torch.Tensor]:
+    def predict(self, states: Sequence[StateT]) -> Sequence[torch.Tensor]:
         """One network evaluation for the current step of each state, all of equal ``batch_key``.
 
         It must not change the states: if it raises for a batch, the runtime calls it again for each request alone, so
@@ -98,9 +100,9 @@ class DiffusionModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def advance(self, state: DiffusionState, prediction: torch.Tensor) -> None:
+    def advance(self, state: StateT, prediction: torch.Tensor) -> None:
         """Take the scheduler's step: update the latents of ``state`` with its ``prediction``."""
 
     @abstractmethod
-    def finish(self, state: DiffusionState) -> torch.Tensor:
+    def finish(self, state: StateT) -> torch.Tensor:
         """Decode the final latents: float32 [frames, height, width, 3] in [0, 1], on any device."""

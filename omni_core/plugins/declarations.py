@@ -173,7 +173,7 @@ class AttentionBackend:
     """An attention implementation that a user can choose by name for a diffusion stage.
 
     Attributes:
-        name: what the user writes, unique among installed plugins.
+        name: what the user writes, unique among installed plugins for each device type.
         device_types: the torch device types that it runs on.
         function: ``"module:function"``, see ``omni_core.diffusion.contract.Attention``.
     """

@@ -118,13 +118,19 @@ class PluginManager:
             + self._failures()
         )
 
-    def attention_backend(self, name: str, device_type: str | None = None) -> AttentionBackend:
-        """The attention backend of that name; with ``device_type``, one that runs there. Raises like ``family``."""
-        backend = self._by_name(AttentionBackend, name)
-        if device_type is not None and device_type not in backend.device_types:
-            runs_on = ", ".join(sorted(backend.device_types))
+    def attention_backend(self, name: str, device_type: str) -> AttentionBackend:
+        """The attention backend of that name for a torch device type; raises what ``family`` raises.
+
+        Distributions may share a name for different device types.
+        """
+        named = [backend for backend in self.declared(AttentionBackend) if backend.name == name]
+        found = [backend for backend in named if device_type in backend.device_types]
+        if len(found) > 1:
+            raise duplicate_error("attention", name, [self.provider(backend).entry for backend in found])
+        if named and not found:
+            runs_on = ", ".join(sorted({device for backend in named for device in backend.device_types}))
             raise PluginError(f"attention {name!r} runs on {runs_on}, not on {device_type}")
-        return backend
+        return found[0] if found else self._by_name(AttentionBackend, name)
 
     def http_routes(self, name: str) -> HttpRoutes:
         """The extra HTTP routes of that name; raises what ``family`` raises."""
@@ -187,12 +193,20 @@ class PluginManager:
         """One line for each thing that is wrong, whether or not anything needs it."""
         lines = [str(record.error()) for record in self.records if record.failed]
         for kind, word in KINDS.items():
+            if kind is AttentionBackend:
+                continue
             for name in sorted({d.name for r in self.records for d in r.declarations if type(d) is kind}):
                 entries = self._declaring(kind, name)
                 lines += [str(duplicate_error(word, name, entries))] if len(entries) > 1 else []
         for device_type in sorted({platform.device_type for platform in self.declared(Platform)}):
             try:
                 self.platform(device_type)
+            except PluginError as error:
+                lines += [] if str(error) in lines else [str(error)]
+        backends = self.declared(AttentionBackend)
+        for name, device_type in sorted({(b.name, device) for b in backends for device in b.device_types}):
+            try:
+                self.attention_backend(name, device_type)
             except PluginError as error:
                 lines += [] if str(error) in lines else [str(error)]
         lines += [

@@ -114,7 +114,7 @@ def video_engine(resolved: Resolved, stage: DiffusionEngine) -> VideoEngine:
 
 def make_app(resolved: Resolved, args: Namespace, stage: DiffusionEngine, service: VideoService) -> FastAPI:
     """vLLM's app with its general routes, Omni's routes, and the state that both need."""
-    app = build_app(args, supported_tasks=(), model_config=None)
+    app: FastAPI = build_app(args, supported_tasks=(), model_config=None)
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in _TOKEN_ROUTES]
     app.include_router(video_router(service))
     for name in resolved.server.allow_routes:

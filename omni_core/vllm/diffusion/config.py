@@ -39,13 +39,13 @@ class OmniDiffusionModel(nn.Module):
         raise RuntimeError("a diffusion model has no tokens")
 
 
-class OmniDiffusionConfig(PretrainedConfig):  # type: ignore[misc]
+class OmniDiffusionConfig(PretrainedConfig):
     """The transformers configuration that stands for any diffusion checkpoint inside vLLM."""
 
     model_type = CONFIG_FORMAT
 
 
-class DiffusionConfigParser(ConfigParserBase):  # type: ignore[misc]
+class DiffusionConfigParser(ConfigParserBase):
     """Gives the same minimal configuration for every checkpoint: the family reads its own files."""
 
     def parse(

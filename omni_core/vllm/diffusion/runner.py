@@ -89,7 +89,7 @@ class DiffusionModelRunner:
         self.device = device
         self.rank = rank
         self.settings = StageSettings.from_config(vllm_config.additional_config)
-        self.model: DiffusionModel
+        self.model: DiffusionModel[Any, Any]
         self.request_model: type[VideoRequest]
         self.kv_caches: list[torch.Tensor] = []
         self.running: dict[str, RunningRequest] = {}
@@ -134,7 +134,7 @@ class DiffusionModelRunner:
 
     # One engine step
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> ModelRunnerOutput:
         """Do one unit of work for each scheduled request and report on it."""
         for request_id in scheduler_output.finished_req_ids:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from omni_core.diffusion.contract import DiffusionModel, DiffusionState
+from omni_plugin_toy.family import ToyRequest
 
 
 @dataclass
@@ -15,7 +16,7 @@ class ToyState(DiffusionState):
     bias: float
 
 
-class ToyModel(DiffusionModel):
+class ToyModel(DiffusionModel[ToyRequest, ToyState]):
     def __init__(self, gain):
         super().__init__()
         self.gain = gain

@@ -14,7 +14,6 @@ from torch import nn
 from omni_core.checkpoint import Checkpoint
 from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageContext
 from omni_core.errors import ConfigError
-from omni_core.requests import VideoRequest
 from omni_core.vllm.loading import load_weights, materialise
 from omni_plugin_wan22.family import read_layout
 from omni_plugin_wan22.request import WanRequest
@@ -54,7 +53,7 @@ class WanState(DiffusionState):
         return self.experts[self.step]
 
 
-class WanModel(DiffusionModel):
+class WanModel(DiffusionModel[WanRequest, WanState]):
     """Text encoder, one or two experts, and the video VAE (always float32)."""
 
     def __init__(
@@ -83,8 +82,7 @@ class WanModel(DiffusionModel):
             layout.scheduler,
         ).eval()
 
-    def start(self, request: VideoRequest) -> WanState:
-        assert isinstance(request, WanRequest)
+    def start(self, request: WanRequest) -> WanState:
         guided = request.guidance_scale > 1.0
         texts = [request.prompt, request.negative_prompt] if guided else [request.prompt]
         embeddings = self.text.encode(texts, request.max_sequence_length)
@@ -102,11 +100,10 @@ class WanModel(DiffusionModel):
             guidance=request.guidance,
         )
 
-    def batch_key(self, state: DiffusionState) -> Hashable:
-        assert isinstance(state, WanState)
+    def batch_key(self, state: WanState) -> Hashable:
         return tuple(state.latents.shape), state.expert, tuple(state.prompt.shape)
 
-    def predict(self, states: Sequence[WanState]) -> list[torch.Tensor]:  # type: ignore[override]
+    def predict(self, states: Sequence[WanState]) -> list[torch.Tensor]:
         """One velocity per state, [1, channels, frames, height, width]: one forward of the states' expert for all.
 
         The unconditional halves of classifier-free guidance ride in the same forward, behind the conditional ones;
@@ -128,13 +125,11 @@ class WanModel(DiffusionModel):
             for state, conditional in zip(states, velocity[: len(states)].split(1), strict=True)
         ]
 
-    def advance(self, state: DiffusionState, prediction: torch.Tensor) -> None:
-        assert isinstance(state, WanState)
+    def advance(self, state: WanState, prediction: torch.Tensor) -> None:
         timestep = state.timesteps[state.step]
         state.latents = state.scheduler.step(prediction, timestep, state.latents, return_dict=False)[0]
 
-    def finish(self, state: DiffusionState) -> torch.Tensor:
-        assert isinstance(state, WanState)
+    def finish(self, state: WanState) -> torch.Tensor:
         latents = state.latents.to(self.vae.dtype)
         mean, std = (
             latents.new_tensor(values).view(1, -1, 1, 1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_core.plugins.declarations import Platform, Requirements
+from omni_core.plugins.declarations import AttentionBackend, Platform, Requirements
 from omni_core.plugins.hookspecs import hookimpl
 
 
@@ -24,4 +24,11 @@ def omni_platforms() -> list[Platform]:
             # Diffusion has no key-value cache; vLLM's CPU worker would set half of the memory aside for one.
             environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
         )
+    ]
+
+
+@hookimpl
+def omni_attention_backends() -> list[AttentionBackend]:
+    return [
+        AttentionBackend(name="sdpa", device_types=frozenset({"cpu"}), function="omni_platform_cpu.attention:attention")
     ]

@@ -32,10 +32,9 @@ def omni_attention_backends() -> list[AttentionBackend]:
             device_types=frozenset({"cuda"}),
             function="omni_platform_cuda.attention:flash_attention",
         ),
-        # Plain PyTorch, so it runs on CPU too; a name may be declared only once, and here it is a real choice.
         AttentionBackend(
             name="sdpa",
-            device_types=frozenset({"cpu", "cuda"}),
+            device_types=frozenset({"cuda"}),
             function="omni_platform_cuda.attention:scaled_dot_product_attention",
         ),
     ]
