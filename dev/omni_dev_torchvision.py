@@ -53,5 +53,5 @@ def _loads(torch, files):
 
 
 def install():
-    """Called from the ``.pth`` file beside this module at every start of the interpreter, so it does next to nothing."""
+    """Called from the ``.pth`` file beside this module at every start of the interpreter, so it hardly does a thing."""
     sys.meta_path.insert(0, _DeclareOperators())

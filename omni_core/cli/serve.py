@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from omni_core.config.startup import Matched
     from omni_core.vllm.arguments import ParsedServe, ServeParser
 
+NO_MODEL = "which model? Give a folder or a hub id: omni serve MODEL"
+
 
 def run(argv: Sequence[str], program: str) -> int:
     """Serve, or do what ``--help`` or ``--print-config`` ask for.
@@ -73,7 +75,9 @@ def _check_early(own: Mapping[str, Any], rest: Sequence[str]) -> Matched | None:
 
     check_versions(allow_version_mismatch=own.get("allow_version_mismatch", False))
     explicit = _explicit(own, {})
-    if not rest or rest[0].startswith("-"):
+    if not rest:
+        raise ConfigError(NO_MODEL)
+    if rest[0].startswith("-"):
         return None
     matched = match(rest[0], _revision(rest))
     check_stages(explicit, matched.pipeline)
@@ -97,7 +101,7 @@ def _match(parsed: ParsedServe, options: Mapping[str, Any], early: Matched | Non
 
     arguments = parsed.namespace
     if not {"model_tag", "model"} & parsed.explicit:
-        raise ConfigError("which model? Give a folder or a hub id: omni serve MODEL")
+        raise ConfigError(NO_MODEL)
     if early is not None and (early.checkpoint.source, early.checkpoint.revision) == (
         arguments.model,
         arguments.revision,

@@ -40,7 +40,7 @@ def to_json(resolved: Resolved) -> str:
         "server": {key: _pair(setting) for key, setting in _server_settings(resolved.server)},
         "warnings": list(resolved.warnings),
     }
-    return json.dumps(content, indent=2)
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _lines(resolved: Resolved) -> Iterator[str]:

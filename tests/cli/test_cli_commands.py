@@ -43,6 +43,7 @@ def test_an_unknown_command(command):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([], "which model?"),
         (["/no/such/folder"], "there is no such folder"),
         (["{toy}", "--set", "difusion.dtype=auto"], "unknown stage 'difusion'; did you mean 'diffusion'?"),
         (["{toy}", "--set", "dtype=auto"], "--set takes STAGE.KEY=VALUE"),
