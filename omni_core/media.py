@@ -19,7 +19,7 @@ def check_encoder() -> None:
     """Raise ``RuntimeError`` if this build of PyAV cannot write H.264."""
     if "libx264" not in av.codecs_available:
         raise RuntimeError(
-            f"this build of PyAV has no libx264 encoder; install PyAV's own wheel: pip install --force-reinstall av"
+            "this build of PyAV has no libx264 encoder; install PyAV's own wheel: pip install --force-reinstall av"
         )
 
 

@@ -131,8 +131,8 @@ def test_a_client_that_leaves_a_synchronous_request_aborts_it(toy_server, http, 
     body = b'{"prompt": "a cat", "num_inference_steps": 1000, "step_seconds": 0.02}'
     for _ in range(2):
         with socket.create_connection(("127.0.0.1", toy_server.port)) as connection:
-            head = f"POST /v1/videos/sync HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+            head = "POST /v1/videos/sync HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             time.sleep(0.5)
     made = create()
     wait_for(lambda: job(made)["status"] == "completed", 5, "the places are free at once, so the next job's end")

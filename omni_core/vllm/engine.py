@@ -115,9 +115,12 @@ class DiffusionEngine:
 
     def close(self) -> None:
         """Stop the processes and remove the results. Closing twice is fine."""
-        if (handler := getattr(self.client, "output_handler", None)) is not None:
+        client: AsyncLLM | None = self.__dict__.pop("client", None)  # gone, so that it is not shut down twice
+        if client is None:
+            return
+        if (handler := getattr(client, "output_handler", None)) is not None:
             cancel_task_threadsafe(handler)  # or it would log the end of the engine as an error
-        self.client.shutdown()
+        client.shutdown()
         self.results.close()
 
 
