@@ -52,6 +52,6 @@ def _loads(torch, files):
     return False
 
 
-def install():
-    """Called from the ``.pth`` file beside this module at every start of the interpreter, so it hardly does a thing."""
-    sys.meta_path.insert(0, _DeclareOperators())
+# The ``.pth`` file beside this module imports it at every start of the interpreter, in a virtual environment even
+# twice; a module's body runs once.
+sys.meta_path.insert(0, _DeclareOperators())
