@@ -75,6 +75,7 @@ class Server:
             if self.process.poll() is not None:
                 break
             time.sleep(0.2)
+        self.process.kill()
         raise AssertionError(f"the server did not start:\n{self.log.read_text(errors='replace')[-6000:]}")
 
     def stop(self, how=signal.SIGTERM):

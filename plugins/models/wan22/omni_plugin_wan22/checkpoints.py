@@ -23,8 +23,11 @@ GAIN = 1.5
 """Of the random linear layers. At 1 or below, a tiny model hardly reacts to what it is given."""
 
 
-def build_pipeline(*, experts: int = 2, seed: int = 0) -> WanPipeline:
-    """A reference pipeline with random weights: two unlike experts as Wan 2.2 A14B has, or one as Wan 2.1 has."""
+def build_pipeline(*, experts: int = 2, seed: int = 0, head_dim: int = 12) -> WanPipeline:
+    """A reference pipeline with random weights: two unlike experts as Wan 2.2 A14B has, or one as Wan 2.1 has.
+
+    ``head_dim`` is the size of a transformer's attention head; the real one is 128.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokenizer = build_tokenizer()
     with torch.random.fork_rng():
@@ -38,7 +41,7 @@ def build_pipeline(*, experts: int = 2, seed: int = 0) -> WanPipeline:
         vae = AutoencoderKLWan(
             base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
         )
-        transformers = [_build_transformer() for _ in range(experts)]
+        transformers = [_build_transformer(head_dim) for _ in range(experts)]
     for module in (text_encoder, *transformers):
         _randomise(module, generator)
     scheduler = UniPCMultistepScheduler(
@@ -68,15 +71,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def write_checkpoint(folder: Path, *, experts: int = 2, seed: int = 0, shard_size: str = "10GB") -> Path:
+def write_checkpoint(
+    folder: Path, *, experts: int = 2, seed: int = 0, head_dim: int = 12, shard_size: str = "10GB"
+) -> Path:
     """Save ``build_pipeline`` in ``folder``; weights above ``shard_size`` are split into several files."""
-    build_pipeline(experts=experts, seed=seed).save_pretrained(folder, max_shard_size=shard_size)
+    pipeline = build_pipeline(experts=experts, seed=seed, head_dim=head_dim)
+    pipeline.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 
-def _build_transformer() -> WanTransformer3DModel:
+def _build_transformer(head_dim: int) -> WanTransformer3DModel:
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=head_dim, in_channels=16, out_channels=16,
         text_dim=TEXT_WIDTH, freq_dim=256, ffn_dim=48, num_layers=3, cross_attn_norm=True,
         qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
     )  # fmt: skip
