@@ -18,7 +18,10 @@ from omni_core.cli.options import OWN_NAMES, add_options, merge_options, take_op
 from omni_core.config import Explicit, Served, resolve
 from omni_core.config.deploy import override_from_text, read_deploy
 from omni_core.config.server import server_settings
-from omni_core.http.bodies import to_request_values
+from omni_core.errors import RequestError
+from omni_core.http.bodies import SHARED, to_request_values
+from omni_core.http.errors import _TYPES, error_response
+from omni_core.http.jobs import VideoJob
 from omni_core.plugins.declarations import ModelFamily, load_reference
 from omni_core.plugins.loading import PluginEntry, load_plugin
 from omni_core.requests import parse_request
@@ -257,6 +260,27 @@ def python_requests(page):
 @pytest.mark.parametrize("fields", cases(python_requests))
 def test_a_request_from_python_is_valid(fields):
     check_request(fields)
+
+
+HTTP = ROOT / "docs" / "http.md"
+
+
+def test_the_job_that_is_shown_has_the_fields_of_a_job():
+    [job] = [value for text in blocks(HTTP, "json") if (value := json.loads(text)).get("object") == "video"]
+    assert list(job) == list(VideoJob("id", "wan", "x", "1x1", "1", 0, 0).to_json())
+
+
+def test_the_error_that_is_shown_is_the_one_that_is_given():
+    [shown] = [value for text in blocks(HTTP, "json") if "error" in (value := json.loads(text)) and "id" not in value]
+    with pytest.raises(RequestError) as refused:
+        check_request({"prompt": "x", "num_frames": 6})
+    assert json.loads(bytes(error_response(refused.value).body)) == shown
+
+
+def test_every_shared_field_and_every_status_is_explained():
+    text = HTTP.read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in text for name in SHARED)
+    assert all(f"| {status} | `{kind}` |" in text for status, kind in _TYPES.items())
 
 
 def test_the_checks_see_what_the_pages_show():
