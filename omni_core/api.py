@@ -155,6 +155,7 @@ class Omni:
             self._stop_loop()
 
     def _stop_loop(self) -> None:
+        self._run(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -166,3 +167,11 @@ class Omni:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of the running loop and wait for it, so that the loop can be closed."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -37,6 +37,10 @@ class ConfigError(OmniError):
     """A flag, a deploy file or an override is wrong."""
 
 
+class StageStartError(OmniError):
+    """A stage could not start; the message names it and gives the reason."""
+
+
 class RequestError(OmniError):
     """A request is invalid.
 

@@ -117,8 +117,8 @@ def _explain(model: type[VideoRequest], name: str | None, error: Any) -> str:
 def unknown_parameter(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """One line that says that ``name`` is unknown, what is close to it, and what there is."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown parameter {name!r}{hint} Allowed: {', '.join(sorted(known))}"
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown parameter {name!r}; {hint}allowed: {', '.join(sorted(known))}"
 
 
 def describe_field(model: type[BaseModel], name: str) -> str:

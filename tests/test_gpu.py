@@ -78,8 +78,10 @@ def test_the_engine_gives_what_diffusers_gives(tmp_path, dtype, head_dim, engine
     assert any(int(size) > 1 for size in stats["forwards"]), stats
     for case, one, many, expected in zip(CASES, alone, batched, exact, strict=True):
         error, beside = np.abs(one - expected).mean(), np.abs(many - one).mean()
-        if tolerance is None:
-            # Random weights amplify rounding: diffusers' own error in this dtype is the measure.
-            tolerance = 1.5 * np.abs(reference(getattr(torch, dtype), head_dim, **case) - expected).mean() + 1e-3
-        print(f"{dtype}: mean error {error:.1e}, batched {beside:.1e}, allowed {tolerance:.1e}")
-        assert error <= tolerance and beside <= tolerance
+        # Random weights amplify rounding: diffusers' own error in this dtype is the measure.
+        diffusers = np.abs(reference(getattr(torch, dtype), head_dim, **case) - expected).mean()
+        allowed = tolerance or 2 * diffusers + 1e-3
+        print(
+            f"{dtype}: mean error {error:.1e}, batched {beside:.1e}, diffusers {diffusers:.1e}, allowed {allowed:.1e}"
+        )
+        assert error <= allowed and beside <= allowed

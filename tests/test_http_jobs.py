@@ -191,6 +191,9 @@ BAD = [
     ({"prompt": "x", "extra_params": {"width": 33}}, "width"),
     ({"prompt": "x", "width": 32, "extra_params": {"width": 32}}, "width"),
     ({"prompt": "x", "extra_params": {"nonsense": 1}}, "nonsense"),
+    ({"prompt": "x", "extra_params": "[" * 100000}, "extra_params"),
+    ({"prompt": "x", "seconds": 1, "fps": "nan"}, "fps"),
+    ({"prompt": "x", "seconds": 1, "fps": 0}, "fps"),
 ]
 
 
@@ -214,6 +217,25 @@ def test_a_body_that_is_no_object_is_a_bad_request(toy_server, content, kind):
     answer = toy_server.http.post("/v1/videos", content=content, headers={"content-type": kind})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_body_of_unknown_length_that_is_too_large_is_refused(toy_server, kind):
+    def chunks():
+        yield b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n" if "multipart" in kind else b"a="
+        for _ in range(40):
+            yield b"b" * (1 << 16)
+
+    answer = toy_server.http.post("/v1/videos", content=chunks(), headers={"content-type": f"{kind}; boundary=x"})
+    assert answer.status_code in (400, 413), answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_numbers_that_are_none_are_refused(toy_server):
+    for value in ("NaN", "Infinity", "-Infinity", "1e999"):
+        content = f'{{"prompt": "x", "step_seconds": {value}}}'
+        answer = toy_server.http.post("/v1/videos", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "step_seconds"
 
 
 def test_a_body_that_is_too_large_is_refused(toy_server):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_core.errors import ConfigError, RequestError
+from omni_core.errors import ConfigError, RequestError, StageStartError
 
 pytestmark = pytest.mark.serve
 
@@ -144,6 +144,13 @@ def test_the_python_api_resolves_as_the_command_line_does(wan_checkpoint):
         Omni(wan_checkpoint, tensor_paralel_size=2)
     with pytest.raises(ConfigError):
         Omni(wan_checkpoint, overrides={"nostage.dtype": "float32"})
+
+
+def test_a_stage_that_cannot_start_says_why_in_one_line(wan_checkpoint):
+    from omni_core import Omni
+
+    with pytest.raises(StageStartError, match=r"stage 'diffusion' cannot start: Wan runs in .* not float16"):
+        Omni(wan_checkpoint, dtype="float16")
 
 
 def test_the_video_over_http_has_the_size_frames_and_rate_asked_for(wan_server, reference):

@@ -39,7 +39,7 @@ SERVER = frozenset({
     "uvicorn_log_level", "disable_uvicorn_access_log", "disable_access_log_for_endpoints", "log_error_stack",
     "allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers",
     "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh",
-    "enable_request_id_headers", "enable_server_load_tracking", "disable_fastapi_docs", "enable_offline_docs",
+    "enable_request_id_headers", "disable_fastapi_docs", "enable_offline_docs",
     "h11_max_incomplete_event_size", "h11_max_header_count",
 })  # fmt: skip
 """vLLM's arguments of ``serve`` that are not engine arguments and that the server honours."""

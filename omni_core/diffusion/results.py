@@ -17,8 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.errors import OmniError
+
 PREFIX = "omni-results-"
 LOCK = "owner.lock"
+FAILURE = "failure"
 FOLDER_VARIABLE = "OMNI_RESULTS_DIR"
 
 
@@ -62,6 +65,11 @@ def discard_result(folder: str | Path, request_id: str) -> None:
     result_path(folder, request_id).unlink(missing_ok=True)
 
 
+def report_failure(folder: str | Path, error: OmniError) -> None:
+    """Leave word of why a worker could not start: vLLM carries no exception from a worker to the front end."""
+    (Path(folder) / FAILURE).write_text(str(error))
+
+
 class ResultFolder:
     """The folder of one engine's results, owned by the process that made it."""
 
@@ -98,6 +106,11 @@ class ResultFolder:
     def pending(self) -> list[str]:
         """Names of results that were written and not taken."""
         return sorted(path.name for path in self.path.iterdir() if path.name != LOCK)
+
+    def failure(self) -> str | None:
+        """What ``report_failure`` left."""
+        path = self.path / FAILURE
+        return path.read_text() if path.exists() else None
 
     def close(self) -> None:
         """Remove the folder and everything in it. Closing twice is fine."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from fastapi import Request
 from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
 
 from omni_core.errors import RequestError
 from omni_core.http.errors import HttpError
@@ -20,6 +21,7 @@ SHARED = ("model", "size", "seconds", "extra_params")
 
 MAX_BODY_BYTES = 1 << 20
 
+_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 
@@ -30,18 +32,12 @@ async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
         RequestError: the body is neither, or is malformed.
         HttpError: the body is too large.
     """
-    if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
-        raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        return await _read_form(request), False
+    if kind in _FORMS:
+        return await _read_form(request, kind), False
     if kind != "application/json":
         raise RequestError(f"content type {kind!r} is not supported; send application/json or multipart/form-data")
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    raw = b"".join([chunk async for chunk in _bounded(request)])
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -51,18 +47,34 @@ async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
     return fields, True
 
 
-async def _read_form(request: Request) -> dict[str, Any]:
+async def _bounded(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body, chunk by chunk. Raises ``HttpError`` as soon as it is too large, whatever its headers say."""
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        yield chunk
+
+
+async def _read_form(request: Request, kind: str) -> dict[str, Any]:
+    try:
+        if kind == "multipart/form-data":
+            form = await MultiPartParser(request.headers, _bounded(request), max_files=1, max_fields=100).parse()
+        else:
+            form = await FormParser(request.headers, _bounded(request)).parse()
+    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not a form: {error}") from None
     fields: dict[str, Any] = {}
     try:
-        async with request.form(max_files=1, max_fields=100) as form:
-            for name, value in form.multi_items():
-                if isinstance(value, UploadFile):
-                    raise RequestError(f"{name}: this model takes no file", param=name)
-                if name in fields:
-                    raise RequestError(f"{name} is given twice", param=name)
-                fields[name] = value
-    except HTTPException as error:
-        raise RequestError(f"the body is not a form: {error.detail}") from None
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                raise RequestError(f"{name}: this model takes no file", param=name)
+            if name in fields:
+                raise RequestError(f"{name} is given twice", param=name)
+            fields[name] = value
+    finally:
+        await form.close()
     return fields
 
 
@@ -95,7 +107,7 @@ def _merge_extra(values: dict[str, Any], extra: Any) -> None:
     if isinstance(extra, str):
         try:
             extra = json.loads(extra)
-        except ValueError:
+        except (ValueError, RecursionError):
             extra = None
     if not isinstance(extra, dict):
         raise RequestError("extra_params must be a JSON object", param="extra_params")
@@ -118,6 +130,8 @@ def _frames(seconds: Any, values: Mapping[str, Any], model: type[VideoRequest]) 
         fps = float(values.get("fps", model.model_fields["fps"].default))
     except (TypeError, ValueError):
         duration, fps = -1.0, 1.0
+    if not 0 < fps < math.inf:
+        raise RequestError(f"fps={values['fps']!r}: {describe_field(model, 'fps')}", param="fps")
     if not 0 < duration < 3600:
         raise RequestError(f"seconds={seconds!r} must be a number above 0 and below 3600", param="seconds")
     grids = [meta for meta in model.model_fields["num_frames"].metadata if isinstance(meta, FrameGrid)]

@@ -129,23 +129,16 @@ class JobStore:
     def complete(self, job_id: str, seconds_by_phase: dict[str, float]) -> None:
         """Move the video that was written to ``partial_file`` into place and mark the job as completed."""
         os.replace(self.partial_file(job_id), self.file(job_id))
+        self._end(job_id, status="completed", progress=100, seconds_by_phase=seconds_by_phase)
+
+    def _end(self, job_id: str, **changes: Any) -> None:
         now = int(time.time())
-        self.put(
-            replace(
-                self._jobs[job_id],
-                status="completed",
-                progress=100,
-                completed_at=now,
-                expires_at=now + int(self.ttl),
-                seconds_by_phase=seconds_by_phase,
-            )
-        )
+        self.put(replace(self._jobs[job_id], completed_at=now, expires_at=now + int(self.ttl), **changes))
 
     def fail(self, job_id: str, code: str, message: str) -> None:
         """Mark a job as failed."""
         self.partial_file(job_id).unlink(missing_ok=True)
-        error = {"code": code, "message": message}
-        self.put(replace(self._jobs[job_id], status="failed", error=error, completed_at=int(time.time())))
+        self._end(job_id, status="failed", error={"code": code, "message": message})
 
     def get(self, job_id: str) -> VideoJob | None:
         """The job, or ``None`` if there is none of that id, or it has expired."""

@@ -197,6 +197,8 @@ def video_router(service: VideoService) -> APIRouter:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return Response(status_code=499)  # nobody reads it
+        finally:
+            slot.release()  # the work did, unless it was cancelled before it began
         return await _file_answer(output, time.perf_counter() - begin)
 
     @router.get("/v1/videos")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import multiprocessing
 import os
+import signal
+import sys
 
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
 
@@ -22,6 +26,20 @@ def activate() -> None:
     get_manager().activate()
 
 
+def _die_with_parent() -> None:
+    """Let the kernel end this process as soon as the one that started it ends, however it ends (Linux only).
+
+    The engine's processes then end in turn: each watches or is bound to the one above it.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform != "linux" or parent is None:
+        return
+    pr_set_pdeathsig = 1  # <linux/prctl.h>
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _share_logging() -> None:
     """Let the core's loggers write where vLLM's do, in its format and at its level."""
     ours, theirs = logging.getLogger("omni_core"), logging.getLogger("vllm")
@@ -37,4 +55,5 @@ def activate_in_vllm() -> None:
     once, so that installing Omni changes nothing for plain vLLM.
     """
     if PLUGIN_SET_VARIABLE in os.environ:
+        _die_with_parent()
         activate()

@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from omni_core.config.model import VLLM_DEFAULT, Resolved
 from omni_core.diffusion.messages import Job, Report, StageSettings
 from omni_core.diffusion.results import ResultFolder
-from omni_core.errors import GenerationCancelled, GenerationError
+from omni_core.errors import GenerationCancelled, GenerationError, StageStartError
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
 from omni_core.vllm.activate import activate
 from omni_core.vllm.diffusion.config import CONFIG_FORMAT
@@ -43,6 +43,12 @@ class DiffusionEngine:
         self.results = ResultFolder()
         try:
             self.client = self._start(resolved)
+        except Exception as error:
+            reason = self.results.failure()
+            self.results.close()
+            if reason is not None:
+                raise StageStartError(f"stage {self.stage!r} cannot start: {reason}") from error
+            raise
         except BaseException:
             self.results.close()
             raise

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import socket
 import tempfile
 from argparse import Namespace
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -52,43 +52,38 @@ def serve(resolved: Resolved, args: Namespace) -> None:
 
 async def _serve(resolved: Resolved, args: Namespace) -> None:
     listen_address, sock = setup_server(args, reuse_port=False)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(sock.close)
+        private = stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-videos-", ignore_cleanup_errors=True))
         stage = DiffusionEngine(resolved)
-        private = tempfile.mkdtemp(prefix="omni-videos-")
-        try:
-            engine = video_engine(resolved, stage)
-            store = JobStore(
-                resolved.server.video_store or Path(private),
-                ttl=resolved.server.video_ttl_seconds,
-                limit=resolved.server.max_stored_videos,
-            )
-            service = VideoService(engine, store, served_names(resolved))
-            app = make_app(resolved, args, stage, service)
-            logger.info("Serving %s on %s", resolved.model, _address(listen_address, args.port, sock))
-            shutdown = await serve_http(
-                app,
-                sock=sock,
-                enable_ssl_refresh=args.enable_ssl_refresh,
-                host=args.host,
-                port=args.port,
-                log_level=args.uvicorn_log_level,
-                access_log=not args.disable_uvicorn_access_log,
-                timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-                ssl_keyfile=args.ssl_keyfile,
-                ssl_certfile=args.ssl_certfile,
-                ssl_ca_certs=args.ssl_ca_certs,
-                ssl_cert_reqs=args.ssl_cert_reqs,
-                ssl_ciphers=args.ssl_ciphers,
-                h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-                h11_max_header_count=args.h11_max_header_count,
-            )
-            await service.close()
-            await shutdown
-        finally:
-            await asyncio.to_thread(stage.close)
-            shutil.rmtree(private, ignore_errors=True)
-    finally:
-        sock.close()
+        stack.push_async_callback(asyncio.to_thread, stage.close)
+        store = JobStore(
+            resolved.server.video_store or Path(private),
+            ttl=resolved.server.video_ttl_seconds,
+            limit=resolved.server.max_stored_videos,
+        )
+        service = VideoService(video_engine(resolved, stage), store, served_names(resolved))
+        app = make_app(resolved, args, stage, service)
+        logger.info("Serving %s on %s", resolved.model, _address(listen_address, args.port, sock))
+        shutdown = await serve_http(
+            app,
+            sock=sock,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+            h11_max_header_count=args.h11_max_header_count,
+        )
+        await service.close()
+        await shutdown
 
 
 def _address(listen_address: str, port: int | None, sock: socket.socket) -> str:

@@ -22,7 +22,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from omni_core.checkpoint import Checkpoint
 from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageContext
 from omni_core.diffusion.messages import Job, Phase, Report, StageSettings
-from omni_core.diffusion.results import write_result
+from omni_core.diffusion.results import report_failure, write_result
+from omni_core.errors import OmniError
 from omni_core.plugins.declarations import load_reference
 from omni_core.requests import VideoRequest, parse_request
 from omni_core.vllm.activate import activate
@@ -98,6 +99,13 @@ class DiffusionModelRunner:
     # What the worker calls at start
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
+        try:
+            self._load()
+        except OmniError as error:
+            report_failure(self.settings.results, error)
+            raise
+
+    def _load(self) -> None:
         activate()
         model_config = self.vllm_config.model_config
         checkpoint = Checkpoint(model_config.model)
