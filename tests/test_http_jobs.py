@@ -198,7 +198,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("path", ["/v1/videos", "/v1/videos/sync"])
-@pytest.mark.parametrize(("body", "param"), BAD, ids=str)
+@pytest.mark.parametrize(("body", "param"), BAD, ids=lambda value: str(value)[:60])
 def test_a_bad_field_is_named_with_what_is_allowed(toy_server, path, body, param):
     answer = toy_server.http.post(path, json=body)
     assert answer.status_code == 400, answer.text
