@@ -158,7 +158,7 @@ class VideoEngine:
         request_id = request_id or new_request_id()
         taken = False
         try:
-            job = Job(request.model_dump(mode="json"), frame_type)
+            job = Job(request.model_dump(), frame_type)
             report = await self._last_report(job, request_id, progress)
             if report.error is not None:
                 raise GenerationError(f"request {request_id} failed in stage {self.client.stage!r}: {report.error}")

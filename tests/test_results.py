@@ -8,9 +8,16 @@ import sys
 import numpy as np
 import pytest
 
-from omni_core.diffusion.results import ResultFolder, base_folder, discard_result, sweep, write_result
+from omni_core.diffusion.results import ResultFolder, ResultWriter, base_folder, discard_result, sweep
 
 FRAMES = np.arange(2 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 4, 6, 3)
+
+
+def write_result(folder, request_id, frames, chunk=1):
+    writer = ResultWriter(folder, request_id, len(frames), frames.dtype)
+    for start in range(0, len(frames), chunk):
+        writer.append(frames[start : start + chunk])
+    return writer.finish()
 
 
 @pytest.fixture
@@ -72,3 +79,22 @@ def test_a_folder_can_be_chosen(monkeypatch, tmp_path):
     folder = ResultFolder()
     assert folder.path.parent == tmp_path / "elsewhere"
     folder.close()
+
+
+def test_frames_show_only_once_they_are_all_there(folder):
+    writer = ResultWriter(folder.path, "a-12345678", 2, np.uint8)
+    writer.append(FRAMES[:1])
+    assert folder.pending() == ["a-12345678.partial"]
+    with pytest.raises(ValueError, match="1 frames were decoded, 2 were asked for"):
+        writer.finish()
+    with pytest.raises(ValueError, match="3 frames"):
+        writer.append(FRAMES)
+    writer.append(FRAMES[1:])
+    np.testing.assert_array_equal(folder.take(writer.finish()), FRAMES)
+
+
+def test_abandoned_frames_are_gone(folder):
+    writer = ResultWriter(folder.path, "a-12345678", 2, np.uint8)
+    writer.append(FRAMES[:1])
+    writer.abandon()
+    assert folder.pending() == []

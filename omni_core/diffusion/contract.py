@@ -1,14 +1,15 @@
-"""The contract between the diffusion runtime and a model family: one class, six methods.
+"""The contract between the diffusion runtime and a model family: one class, seven methods.
 
 The runtime owns queueing, batching, progress, aborts, error isolation and results. A family owns its networks and
-its mathematics. One engine step runs, for every running request, one unit of work: ``start`` (text encoding, noise,
-schedule), one denoising step, or ``finish`` (decoding).
+its mathematics. Work comes in units: ``start`` (text encoding, noise, schedule), one denoising step (``predict`` and
+``advance``), one chunk of ``decode``. An engine step runs at most one start, one chunk, and a denoising step of those
+requests whose turn it is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -104,5 +105,17 @@ class DiffusionModel(nn.Module, ABC, Generic[RequestT, StateT]):
         """Take the scheduler's step: update the latents of ``state`` with its ``prediction``."""
 
     @abstractmethod
-    def finish(self, state: StateT) -> torch.Tensor:
-        """Decode the final latents: float32 [frames, height, width, 3] in [0, 1], on any device."""
+    def cost(self, state: StateT) -> float:
+        """How much work one ``predict`` for this state is, beside that of other states; above 0.
+
+        The number of tokens, or of tokens times forwards, will do. Running requests share the device by it: one that
+        costs a tenth takes ten steps for one of the other.
+        """
+
+    @abstractmethod
+    def decode(self, state: StateT) -> Iterator[torch.Tensor]:
+        """Decode the final latents, chunk by chunk: float32 [frames, height, width, 3] in [0, 1], on any device.
+
+        The chunks joined are the ``request.num_frames`` frames of the video. Other requests run between two chunks, so
+        a chunk should take no longer than a few denoising steps, and the iterator must hold all of its own state.
+        """

@@ -54,7 +54,7 @@ class Job:
     """One request for a worker.
 
     Attributes:
-        request: the validated request as JSON.
+        request: the validated request as plain data: numbers, strings, and bytes of images.
         frame_type: element type of the frames wanted.
     """
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,26 +39,67 @@ def result_path(folder: str | Path, request_id: str) -> Path:
     return Path(folder) / f"{request_id}.npy"
 
 
-def write_result(folder: str | Path, request_id: str, frames: npt.NDArray[np.generic]) -> Path:
-    """Write ``frames`` [frames, height, width, 3] so that a reader sees either nothing or all of it.
+class ResultWriter:
+    """Writes a request's frames as they come, into a file that a reader sees only once it is whole.
 
-    Raises:
-        OSError: no space is left; the message says what to do.
+    Args:
+        folder: where results go.
+        request_id: whose frames these are.
+        num_frames: how many there will be.
+        dtype: their element type.
     """
-    target = result_path(folder, request_id)
-    partial = target.with_suffix(".partial")
-    try:
-        with partial.open("wb") as stream:
-            np.save(stream, frames, allow_pickle=False)
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"cannot write {frames.nbytes} bytes of frames to {folder}: {error.strerror}; "
-            f"give shared memory more room (docker run --shm-size) or set {FOLDER_VARIABLE} to another folder",
-        ) from error
-    return target
+
+    def __init__(self, folder: str | Path, request_id: str, num_frames: int, dtype: npt.DTypeLike) -> None:
+        self.target = result_path(folder, request_id)
+        self.num_frames = num_frames
+        self.dtype = dtype
+        self.written = 0
+        self._partial = self.target.with_suffix(".partial")
+        self._frames: np.memmap[Any, Any] | None = None
+
+    def append(self, frames: npt.NDArray[Any]) -> None:
+        """Add ``frames`` [frames, height, width, 3].
+
+        Raises:
+            ValueError: there are more frames than announced.
+            OSError: no space is left; the message says what to do.
+        """
+        if self.written + len(frames) > self.num_frames:
+            raise ValueError(f"{self.written + len(frames)} frames were decoded, {self.num_frames} were asked for")
+        if self._frames is None:
+            self._frames = self._allocate((self.num_frames, *frames.shape[1:]))
+        self._frames[self.written : self.written + len(frames)] = frames
+        self.written += len(frames)
+
+    def _allocate(self, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
+        frames: np.memmap[Any, Any] = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+            self._partial, "w+", self.dtype, shape
+        )
+        try:
+            # Writing to mapped pages that do not fit would kill the process; reserving them raises instead.
+            with self._partial.open("r+b") as stream:
+                os.posix_fallocate(stream.fileno(), 0, frames.offset + frames.nbytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot write {frames.nbytes} bytes of frames to {self.target.parent}: {error.strerror}; "
+                f"give shared memory more room (docker run --shm-size) or set {FOLDER_VARIABLE} to another folder",
+            ) from error
+        return frames
+
+    def finish(self) -> Path:
+        """Make the file visible. Raises ``ValueError`` if frames are missing."""
+        if self._frames is None or self.written < self.num_frames:
+            raise ValueError(f"{self.written} frames were decoded, {self.num_frames} were asked for")
+        self._frames.flush()
+        self._frames = None
+        self._partial.replace(self.target)
+        return self.target
+
+    def abandon(self) -> None:
+        """Remove what was written. Harmless after ``finish``."""
+        self._frames = None
+        self._partial.unlink(missing_ok=True)
 
 
 def discard_result(folder: str | Path, request_id: str) -> None:

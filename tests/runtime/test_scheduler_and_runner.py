@@ -1,7 +1,6 @@
 """Contract of the diffusion scheduler and runner with the installed vLLM: both driven step by step in this process."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,7 +129,7 @@ def test_progress_counts_every_step(loop):
     request_id = loop.add("a cat", 7, num_inference_steps=5)
     loop.run()
     reports = [output.kv_transfer_params for output in loop.outputs[request_id]]
-    assert [(r["phase"], r["step"]) for r in reports] == [*[("denoise", i) for i in range(1, 6)], ("decode", 5)]
+    assert [(r["phase"], r["step"]) for r in reports] == [*[("denoise", i) for i in range(1, 6)], *[("decode", 5)] * 5]
     assert {r["num_steps"] for r in reports} == {5}
     assert set(reports[-1]["seconds"]) == {"encode", "denoise", "decode"}
 
@@ -149,7 +148,7 @@ def test_requests_that_cannot_share_run_as_groups_of_one_step(loop):
     ids = [
         loop.add("a", 1, num_inference_steps=8),
         loop.add("b", 2, num_inference_steps=8, group="b"),
-        loop.add("c", 3, num_inference_steps=8, width=48),
+        loop.add("c", 3, num_inference_steps=8, width=64, height=16),
         loop.add("d", 4, num_inference_steps=8),
     ]
     while len(loop.runner.running) < 4 or any(r.state is None for r in loop.runner.running.values()):
@@ -158,7 +157,7 @@ def test_requests_that_cannot_share_run_as_groups_of_one_step(loop):
     loop.step()
     assert sorted(len(batch) for batch in loop.runner.model.batches[before:]) == [1, 1, 2]
     loop.run()
-    np.testing.assert_array_equal(loop.frames(ids[2]), toy_video("c", 3, steps=8, width=48))
+    np.testing.assert_array_equal(loop.frames(ids[2]), toy_video("c", 3, steps=8, width=64, height=16))
     np.testing.assert_array_equal(loop.frames(ids[3]), toy_video("d", 4, steps=8))
 
 
@@ -171,7 +170,7 @@ def test_more_requests_than_slots_wait_their_turn(loop):
         np.testing.assert_array_equal(loop.frames(request_id), toy_video(f"prompt {i}", i))
 
 
-@pytest.mark.parametrize("where", ["start", "predict", "advance", "finish"])
+@pytest.mark.parametrize("where", ["start", "predict", "advance", "decode"])
 def test_an_exception_fails_its_own_request_only(loop, where):
     good = loop.add("a cat", 1)
     bad = loop.add("a dog", 2, fail_in=where, fail_at=1 if where in ("predict", "advance") else 0)
@@ -207,7 +206,7 @@ def test_work_queued_for_an_aborted_request_never_starts(loop):
 
 
 def test_a_result_that_nobody_takes_is_removed(loop):
-    request_id = loop.add("a cat", 1, num_inference_steps=1)
+    request_id = loop.add("a cat", 1, num_inference_steps=1, num_frames=1)
     loop.step()
     scheduled = loop.scheduler.schedule()
     output = loop.runner.execute_model(scheduled)  # decodes and writes
@@ -253,12 +252,47 @@ def test_frames_come_as_bytes_where_asked(loop):
 
 
 def test_no_space_for_a_result_fails_the_request_and_says_what_to_do(loop, monkeypatch):
-    def full(*_, **__):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("omni_core.diffusion.results.np", SimpleNamespace(save=full))
+    monkeypatch.setattr("os.posix_fallocate", full)
     request_id = loop.add("a cat", 1)
     loop.run()
     assert "OMNI_RESULTS_DIR" in loop.last(request_id).kv_transfer_params["error"]
     monkeypatch.undo()
     assert loop.results.pending() == []
+
+
+def test_a_long_decode_is_chunked_and_stalls_nobody(loop):
+    long = loop.add("a cat", 1, num_inference_steps=1, num_frames=41)
+    other = loop.add("a dog", 2, num_inference_steps=60)
+    loop.run()
+    decoding = [i for i, output in enumerate(loop.outputs[long]) if output.kv_transfer_params["phase"] == "decode"]
+    assert len(decoding) == 41, "one frame a chunk"
+    np.testing.assert_array_equal(loop.frames(long), toy_video("a cat", 1, steps=1, frames=41))
+    np.testing.assert_array_equal(loop.frames(other), toy_video("a dog", 2, steps=60))
+    assert len(loop.outputs[other]) < 60 + 10, "it took a step in every engine step"
+
+
+def test_an_abort_while_decoding_leaves_nothing(loop):
+    request_id = loop.add("a cat", 1, num_inference_steps=1, num_frames=41)
+    for _ in range(5):
+        loop.step()
+    assert loop.results.pending() == [f"{request_id}.partial"]
+    loop.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+    loop.run()
+    assert loop.results.pending() == [] and not loop.runner.running
+
+
+def test_small_requests_take_many_steps_for_one_of_a_large_one(loop):
+    """Sixteen times the latents, sixteen times the cost: both get half of the device."""
+    large = loop.add("a cat", 1, num_inference_steps=6, width=128, height=128)
+    small = loop.add("a dog", 2, num_inference_steps=40)
+    while not loop.outputs.get(small) or loop.outputs[small][-1].kv_transfer_params["step"] < 33:
+        loop.step()
+    assert loop.outputs[large][-1].kv_transfer_params["step"] == 4, (
+        "the first before the small one came, then one for every sixteen"
+    )
+    loop.run()
+    np.testing.assert_array_equal(loop.frames(large), toy_video("a cat", 1, steps=6, width=128, height=128))
+    np.testing.assert_array_equal(loop.frames(small), toy_video("a dog", 2, steps=40))

@@ -1,19 +1,21 @@
-"""Model runner of a diffusion stage: one engine step is one unit of work for every running request.
+"""Model runner of a diffusion stage: an engine step is a short piece of work for the running requests.
 
-In one step every request that is denoising takes one denoising step, batched with those of equal ``batch_key``; at
-most one request is started (text encoding) and at most one is finished (decoding), so that a burst of arrivals does
-not stall those under way. An exception fails its own request and nobody else's.
+In one step those that are denoising and whose turn it is (``omni_core.diffusion.fairness``) take one denoising step,
+batched with those of equal ``batch_key``; at most one request is started (text encoding) and at most one chunk is
+decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception fails its own
+request and nobody else's.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.logger import init_logger
@@ -21,8 +23,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from omni_core.checkpoint import Checkpoint
 from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageContext
+from omni_core.diffusion.fairness import FairShare
 from omni_core.diffusion.messages import Job, Phase, Report, StageSettings
-from omni_core.diffusion.results import report_failure, write_result
+from omni_core.diffusion.results import ResultWriter, report_failure
 from omni_core.errors import OmniError
 from omni_core.plugins.declarations import load_reference
 from omni_core.requests import VideoRequest, parse_request
@@ -51,6 +54,9 @@ class RunningRequest:
     job: Job
     phase: Phase = "waiting"
     state: DiffusionState | None = None
+    chunks: Iterator[torch.Tensor] | None = None
+    writer: ResultWriter | None = None
+    decoded: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     result: str | None = None
     error: str | None = None
@@ -59,6 +65,23 @@ class RunningRequest:
         """Where the request stands."""
         step, num_steps = (self.state.step, self.state.num_steps) if self.state else (0, 0)
         return Report(self.phase, step, num_steps, dict(self.seconds), self.result, self.error)
+
+    @property
+    def denoising(self) -> bool:
+        """Whether it has denoising steps to take."""
+        return self.error is None and self.state is not None and self.state.step < self.state.num_steps
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its latents are final and its frames are not."""
+        return self.error is None and self.state is not None and not self.denoising and self.result is None
+
+    def drop(self) -> None:
+        """Give up what it holds."""
+        self.state = self.chunks = None
+        if self.writer is not None:
+            self.writer.abandon()
+            self.writer = None
 
 
 @dataclass
@@ -94,6 +117,7 @@ class DiffusionModelRunner:
         self.request_model: type[VideoRequest]
         self.kv_caches: list[torch.Tensor] = []
         self.running: dict[str, RunningRequest] = {}
+        self.shares = FairShare()
         self.stats = RunnerStats()
 
     # What the worker calls at start
@@ -138,7 +162,8 @@ class DiffusionModelRunner:
         """There is none."""
 
     def shutdown(self) -> None:
-        self.running.clear()
+        for request_id in list(self.running):
+            self._forget(request_id)
 
     # One engine step
 
@@ -146,27 +171,28 @@ class DiffusionModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> ModelRunnerOutput:
         """Do one unit of work for each scheduled request and report on it."""
         for request_id in scheduler_output.finished_req_ids:
-            self.running.pop(request_id, None)
+            self._forget(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             self.running[new.req_id] = self._accept(new)
         scheduled = [(i, self.running[i]) for i in scheduler_output.num_scheduled_tokens if i in self.running]
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.stats.steps += 1
-        live = [(i, r) for i, r in scheduled if r.error is None]
-        if complete := [(i, r) for i, r in live if r.state is not None and r.state.step >= r.state.num_steps]:
-            self._timed("decode", [complete[0][1]], self._finish, *complete[0])
-        if unstarted := [r for _, r in live if r.state is None]:
-            self._timed("encode", [unstarted[0]], self._start, unstarted[0])
-        self._denoise(
-            [r for _, r in live if r.error is None and r.state is not None and r.state.step < r.state.num_steps]
-        )
+        self._decode(dict(scheduled))
+        if unstarted := [(i, r) for i, r in scheduled if r.error is None and r.state is None]:
+            self._timed("encode", [unstarted[0][1]], self._start, *unstarted[0])
+        self._denoise({request_id: request for request_id, request in scheduled if request.denoising})
         ids = [request_id for request_id, _ in scheduled]
         return DiffusionOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             reports={request_id: request.report() for request_id, request in scheduled},
         )
+
+    def _forget(self, request_id: str) -> None:
+        self.shares.leave(request_id)
+        if (request := self.running.pop(request_id, None)) is not None:
+            request.drop()
 
     def _accept(self, new: Any) -> RunningRequest:
         try:
@@ -195,23 +221,30 @@ class DiffusionModelRunner:
         logger.error("stage %s: a request failed in %s", self.settings.stage, phase, exc_info=error)
         for request in requests:
             request.error = f"{phase} failed: {type(error).__name__}: {error}"
-            request.state = None
+            request.drop()
 
-    def _start(self, request: RunningRequest) -> None:
+    def _start(self, request_id: str, request: RunningRequest) -> None:
         parsed = parse_request(self.request_model, request.job.request)
         request.state = self.model.start(parsed)
+        self.shares.join(request_id)
 
-    def _denoise(self, requests: Sequence[RunningRequest]) -> None:
-        groups: defaultdict[Hashable, list[RunningRequest]] = defaultdict(list)
-        for request in requests:
+    def _denoise(self, requests: Mapping[str, RunningRequest]) -> None:
+        """One denoising step of each request whose turn it is."""
+        groups: defaultdict[Hashable, list[str]] = defaultdict(list)
+        for request_id, request in requests.items():
             key = self._timed("denoise", [request], self.model.batch_key, request.state)
             if request.error is None:
-                groups[key].append(request)
-        for group in groups.values():
-            self._denoise_group(group)
+                groups[key].append(request_id)
+        for key in self.shares.choose(groups):
+            group = [requests[request_id] for request_id in groups[key]]
+            for request_id, request in zip(groups[key], group, strict=True):
+                self.shares.charge(request_id, self._timed("denoise", [request], self.model.cost, request.state) or 0)
+            self._denoise_group([request for request in group if request.error is None])
 
     def _denoise_group(self, group: list[RunningRequest]) -> None:
         """One forward for the group; if it fails, one for each, so that only the request at fault fails."""
+        if not group:
+            return
         begin = time.perf_counter()
         states = [request.state for request in group if request.state is not None]
         try:
@@ -235,12 +268,29 @@ class DiffusionModelRunner:
         self.model.advance(state, prediction)
         state.step += 1
 
-    def _finish(self, request_id: str, request: RunningRequest) -> None:
+    def _decode(self, requests: Mapping[str, RunningRequest]) -> None:
+        """Decode one chunk of the request that has waited longest for its frames, and write it."""
+        decoding = [(i, r) for i, r in requests.items() if r.decoding]
+        if decoding:
+            self._timed("decode", [decoding[0][1]], self._decode_chunk, *decoding[0])
+
+    def _decode_chunk(self, request_id: str, request: RunningRequest) -> None:
         assert request.state is not None
-        frames = self.model.finish(request.state)
-        if request.job.frame_type == "uint8":
-            frames = frames.mul(255).round_().clamp_(0, 255).to(torch.uint8)
-        if self.rank == 0:
-            request.result = str(write_result(self.settings.results, request_id, frames.cpu().numpy()))
-        else:
-            request.result = "on rank 0"
+        if request.chunks is None:
+            self.shares.leave(request_id)
+            request.chunks = iter(self.model.decode(request.state))
+            dtype = np.uint8 if request.job.frame_type == "uint8" else np.float32
+            if self.rank == 0:
+                frames = request.state.request.num_frames
+                request.writer = ResultWriter(self.settings.results, request_id, frames, dtype)
+        chunk = next(request.chunks, None)
+        frames = request.state.request.num_frames
+        if chunk is None:
+            raise ValueError(f"decode ended after {request.decoded} of {frames} frames")
+        request.decoded += len(chunk)
+        if request.writer is not None:
+            if request.job.frame_type == "uint8":
+                chunk = chunk.mul(255).round_().clamp_(0, 255).to(torch.uint8)
+            request.writer.append(chunk.cpu().numpy())
+        if request.decoded >= frames:
+            request.result = str(request.writer.finish()) if request.writer is not None else "on rank 0"

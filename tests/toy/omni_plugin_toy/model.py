@@ -48,9 +48,14 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
         self._maybe_fail(state.request, "advance", state.step)
         state.latents = prediction
 
-    def finish(self, state):
-        self._maybe_fail(state.request, "finish", state.step)
-        return state.latents.clamp(0, 1).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    def cost(self, state):
+        return state.latents.numel()
+
+    def decode(self, state):
+        for frame in state.latents.clamp(0, 1).split(1):
+            self._maybe_fail(state.request, "decode", state.step)
+            time.sleep(state.request.chunk_seconds)
+            yield frame.repeat_interleave(16, 1).repeat_interleave(16, 2)
 
     @staticmethod
     def _maybe_fail(request, where, step):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 from torch import nn
 
 from omni_core.checkpoint import Checkpoint
@@ -129,14 +130,29 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         timestep = state.timesteps[state.step]
         state.latents = state.scheduler.step(prediction, timestep, state.latents, return_dict=False)[0]
 
-    def finish(self, state: WanState) -> torch.Tensor:
-        latents = state.latents.to(self.vae.dtype)
+    def cost(self, state: WanState) -> float:
+        """Positions of the latent video, once for each half of classifier-free guidance."""
+        return state.latents.numel() * (1 if state.negative is None else 2)
+
+    def decode(self, state: WanState) -> Iterator[torch.Tensor]:
+        """One latent frame a chunk: 1 video frame, then ``scale_factor_temporal`` each.
+
+        The decoder is causal in time and carries what it needs of earlier frames in a cache, which is this iterator's
+        own; so the chunks joined are what the VAE's own ``decode`` gives.
+        """
+        vae = self.vae
+        latents = state.latents.to(vae.dtype)
         mean, std = (
             latents.new_tensor(values).view(1, -1, 1, 1, 1)
-            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        video = self.vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
-        return (video[0].permute(1, 2, 3, 0).float() * 0.5 + 0.5).clamp(0, 1)
+        latents = vae.post_quant_conv(latents / (1.0 / std) + mean)
+        cache: list[Any] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+        for index, frame in enumerate(latents.split(1, dim=2)):
+            video = vae.decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=index == 0)
+            if vae.config.patch_size is not None:
+                video = unpatchify(video, patch_size=vae.config.patch_size)
+            yield (video[0].permute(1, 2, 3, 0).float() * 0.5 + 0.5).clamp(0, 1)
 
     def _noise(self, request: WanRequest) -> torch.Tensor:
         """Standard normal latents, drawn on the CPU so that a seed means the same on every device."""

@@ -76,7 +76,7 @@ def generate_together(
                     running[i].step += 1
             for i, state in list(running.items()):
                 if state.step == state.num_steps:
-                    videos[i] = model.finish(running.pop(i)).numpy()
+                    videos[i] = torch.cat(list(model.decode(running.pop(i)))).numpy()
                 elif state.step == dropped_after.get(i):
                     running.pop(i)
             round_number += 1
