@@ -128,6 +128,8 @@ def describe_field(model: type[BaseModel], name: str) -> str:
     schema = next((s for s in schema.get("anyOf", []) if s.get("type") != "null"), schema)
     kinds = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
     words = [kinds.get(schema.get("type", ""), "a value")]
+    if schema.get("format") == "binary":
+        return str(schema["description"])
     low, high = schema.get("minimum"), schema.get("maximum")
     if "exclusiveMinimum" in schema:
         words.append(f"above {schema['exclusiveMinimum']}")
