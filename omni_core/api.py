@@ -41,6 +41,7 @@ class AsyncOmni:
         allow_version_mismatch: bool = False,
         **engine: Any,
     ) -> None:
+        from omni_core.supervisor import SupervisedStage
         from omni_core.vllm.arguments import resolve_for_api
         from omni_core.vllm.engine import DiffusionEngine
         from omni_core.vllm.server import video_engine
@@ -52,7 +53,7 @@ class AsyncOmni:
             allow_version_mismatch=allow_version_mismatch,
             engine=engine,
         )
-        self.engine: VideoEngine = video_engine(self.resolved, DiffusionEngine(self.resolved))
+        self.engine: VideoEngine = video_engine(self.resolved, SupervisedStage(lambda: DiffusionEngine(self.resolved)))
 
     async def generate(
         self,

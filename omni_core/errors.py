@@ -61,10 +61,21 @@ class QueueFull(OmniError):
         self.retry_after = retry_after
 
 
+class StageUnavailable(OmniError):
+    """A stage is down, asleep or being restarted; try again after ``retry_after`` seconds."""
+
+    exit_code = 1
+    retry_after = 5
+
+
 class GenerationError(OmniError):
     """A request failed in a stage; the message names stage and request."""
 
     exit_code = 1
+
+
+class EngineDied(GenerationError):
+    """The engine of a stage died with a request in it."""
 
 
 class GenerationCancelled(OmniError):

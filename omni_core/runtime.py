@@ -5,8 +5,11 @@ HTTP and the Python API both go through ``VideoEngine``, so that a request means
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -33,8 +36,6 @@ class StageClient(Protocol):
     def take(self, report: Report) -> npt.NDArray[np.generic]: ...
 
     def discard(self, request_id: str) -> None: ...
-
-    async def check_health(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -81,6 +82,17 @@ class VideoOutput:
         return self.request.fps
 
 
+@dataclass(frozen=True)
+class RequestRecord:
+    """What became of a request: ``outcome`` is ``done``, ``error`` or ``cancelled``.
+
+    ``seconds``: time waiting (``queue``) and in each phase of the work.
+    """
+
+    outcome: str
+    seconds: Mapping[str, float]
+
+
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -103,6 +115,32 @@ class Slot:
             self._engine = None
 
 
+class _Follower:
+    """Follows one request: counts it as running once it is, measures its wait, hands progress on."""
+
+    def __init__(self, engine: VideoEngine, progress: ProgressCallback | None) -> None:
+        self._engine, self._progress = engine, progress
+        self._begin = time.perf_counter()
+        self._running = False
+        self.seconds: dict[str, float] = {}
+
+    def see(self, report: Report) -> None:
+        """Take note of a report."""
+        if report.phase != "waiting" and not self._running:
+            self._running = True
+            self._engine.running += 1
+            self.seconds["queue"] = max(0.0, time.perf_counter() - self._begin - sum(report.seconds.values()))
+        self.seconds.update(report.seconds)
+        if self._progress is not None and not report.done:
+            self._progress(Progress(report.phase, report.step, report.num_steps))
+
+    def end(self) -> None:
+        """The request has ended, one way or another."""
+        if self._running:
+            self._running = False
+            self._engine.running -= 1
+
+
 class VideoEngine:
     """A served video model.
 
@@ -117,6 +155,9 @@ class VideoEngine:
         self.request_model = request_model
         self.max_queued = max_queued
         self.active = 0
+        self.running = 0
+        self.ended: Counter[str] = Counter(done=0, error=0, cancelled=0)
+        self.on_end: Callable[[RequestRecord], None] = lambda record: None
 
     def parse(self, values: Mapping[str, Any], *, strict: bool = True) -> VideoRequest:
         """Validate ``values`` and draw a seed where there is none. Raises ``RequestError``."""
@@ -156,32 +197,34 @@ class VideoEngine:
         """
         slot = slot or self.admit()
         request_id = request_id or new_request_id()
-        taken = False
+        follower = _Follower(self, progress)
+        taken, outcome = False, "error"
         try:
             job = Job(request.model_dump(), frame_type)
-            report = await self._last_report(job, request_id, progress)
+            report = await self._last_report(job, request_id, follower)
             if report.error is not None:
                 raise GenerationError(f"request {request_id} failed in stage {self.client.stage!r}: {report.error}")
             frames = self.client.take(report)
-            taken = True
+            taken, outcome = True, "done"
             return VideoOutput(frames, request, request_id, report.seconds)
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
         finally:
             slot.release()
+            follower.end()
+            self.ended[outcome] += 1
+            self.on_end(RequestRecord(outcome, follower.seconds))
             if not taken:
                 self.client.discard(request_id)
 
-    async def _last_report(self, job: Job, request_id: str, progress: ProgressCallback | None) -> Report:
+    async def _last_report(self, job: Job, request_id: str, follower: _Follower) -> Report:
         async with aclosing(self.client.generate(job, request_id)) as reports:  # type: ignore[type-var]
             async for report in reports:
+                follower.see(report)
                 if report.done:
                     return report
-                if progress is not None:
-                    progress(Progress(report.phase, report.step, report.num_steps))
         raise GenerationError(f"request {request_id} ended in stage {self.client.stage!r} without a result")
-
-    async def check_health(self) -> None:
-        """Raise ``GenerationError`` naming the stage that is dead."""
-        await self.client.check_health()
 
     def close(self) -> None:
         """Stop the stage."""

@@ -91,6 +91,7 @@ class Report:
         seconds: time spent so far by phase. A batched step counts fully for each of its requests.
         result: path of the frames, once the request is done.
         error: why the request failed, once it has.
+        totals: counters of the worker since it started, see ``RunnerStats``.
     """
 
     phase: Phase
@@ -99,6 +100,7 @@ class Report:
     seconds: Mapping[str, float] = field(default_factory=dict)
     result: str | None = None
     error: str | None = None
+    totals: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:

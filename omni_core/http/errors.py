@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi.responses import JSONResponse
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
 
-from omni_core.errors import GenerationCancelled, OmniError, QueueFull, RequestError
+from fastapi.responses import JSONResponse, Response
+
+from omni_core.errors import ConfigError, GenerationCancelled, OmniError, QueueFull, RequestError, StageUnavailable
 
 _TYPES = {
     400: "BadRequestError",
@@ -34,8 +38,13 @@ def error_response(error: Exception) -> JSONResponse:
         status, param = error.status, error.param
     elif isinstance(error, RequestError):
         status, param = 400, error.param
+    elif isinstance(error, ConfigError):
+        status = 400
     elif isinstance(error, QueueFull):
         status = 429
+        headers["Retry-After"] = str(error.retry_after)
+    elif isinstance(error, StageUnavailable):
+        status = 503
         headers["Retry-After"] = str(error.retry_after)
     elif isinstance(error, GenerationCancelled):
         status = 503
@@ -44,3 +53,19 @@ def error_response(error: Exception) -> JSONResponse:
     message = str(error) if isinstance(error, OmniError | HttpError) else f"{type(error).__name__}: {error}"
     body = {"message": message, "type": _TYPES[status], "param": param, "code": status}
     return JSONResponse({"error": body}, status_code=status, headers=headers)
+
+
+Handler = Callable[..., Awaitable[Response]]
+
+
+def answers_errors(handler: Handler) -> Handler:
+    """Turn what a handler raises into an answer in the OpenAI error shape."""
+
+    @wraps(handler)
+    async def wrapped(*arguments: Any, **options: Any) -> Response:
+        try:
+            return await handler(*arguments, **options)
+        except (OmniError, HttpError) as error:
+            return error_response(error)
+
+    return wrapped

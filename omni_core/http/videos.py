@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,15 +16,13 @@ from starlette.background import BackgroundTask
 
 from omni_core.errors import OmniError
 from omni_core.http.bodies import SHARED, read_body, to_request_values
-from omni_core.http.errors import HttpError, error_response
+from omni_core.http.errors import HttpError, answers_errors
 from omni_core.http.jobs import JobStore, VideoJob, new_job_id
 from omni_core.media import encode_mp4
 from omni_core.requests import VideoRequest
 from omni_core.runtime import Progress, Slot, VideoEngine, VideoOutput
 
 T = TypeVar("T")
-Handler = Callable[..., Awaitable[Response]]
-
 MP4 = "video/mp4"
 
 
@@ -129,19 +126,6 @@ async def write_mp4(output: VideoOutput, path: Path) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-
-
-def answers_errors(handler: Handler) -> Handler:
-    """Turn what a handler raises into an answer in the OpenAI error shape."""
-
-    @wraps(handler)
-    async def wrapped(*arguments: Any, **options: Any) -> Response:
-        try:
-            return await handler(*arguments, **options)
-        except (OmniError, HttpError) as error:
-            return error_response(error)
-
-    return wrapped
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:

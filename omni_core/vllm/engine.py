@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing.process
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -21,8 +23,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from omni_core.config.model import VLLM_DEFAULT, Resolved
 from omni_core.diffusion.messages import Job, Report, StageSettings
 from omni_core.diffusion.results import ResultFolder
-from omni_core.errors import GenerationCancelled, GenerationError, StageStartError
+from omni_core.errors import ConfigError, EngineDied, GenerationCancelled, StageStartError
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
+from omni_core.supervisor import SleepMode
 from omni_core.vllm.activate import activate
 from omni_core.vllm.diffusion.config import CONFIG_FORMAT
 
@@ -41,6 +44,8 @@ class DiffusionEngine:
     def __init__(self, resolved: Resolved) -> None:
         self.stage = resolved.stage.stage.name
         self.results = ResultFolder()
+        self._processes: set[multiprocessing.process.BaseProcess] = set()
+        self._unwatch: Callable[[], object] = lambda: None
         try:
             self.client = self._start(resolved)
         except Exception as error:
@@ -59,9 +64,28 @@ class DiffusionEngine:
         get_manager().require(resolved.family, resolved.platform)
         activate()
         arguments = engine_arguments(resolved, str(self.results.path))
+        before = set(multiprocessing.active_children())
         with _plugin_set_in_environment():
-            engine_args = AsyncEngineArgs(**arguments)
-            return AsyncLLM.from_engine_args(engine_args)
+            client: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._processes = set(multiprocessing.active_children()) - before
+        return client
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Call ``on_death`` on the running loop, once, when one of the engine's processes has ended."""
+        loop = asyncio.get_running_loop()
+        sentinels = [process.sentinel for process in self._processes]
+
+        def unwatch() -> None:
+            for sentinel in sentinels:
+                loop.remove_reader(sentinel)
+
+        def ended() -> None:
+            unwatch()
+            on_death()
+
+        for sentinel in sentinels:
+            loop.add_reader(sentinel, ended)
+        self._unwatch = lambda: None if loop.is_closed() else loop.call_soon_threadsafe(unwatch)
 
     @property
     def max_running(self) -> int:
@@ -75,7 +99,7 @@ class DiffusionEngine:
 
         Raises:
             GenerationCancelled: the engine aborted the request.
-            GenerationError: the stage died.
+            EngineDied: the stage died.
         """
         parameters = SamplingParams(
             max_tokens=1 << 15,  # the worker says when a request is done
@@ -96,7 +120,7 @@ class DiffusionEngine:
                     elif output.finished:
                         raise GenerationCancelled(f"stage {self.stage!r} aborted request {request_id}")
         except EngineDeadError as error:
-            raise GenerationError(f"stage {self.stage!r} died while request {request_id} was in it") from error
+            raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
 
     def take(self, report: Report) -> npt.NDArray[np.generic]:
         """The frames that ``report`` points to; they can be taken once."""
@@ -112,18 +136,29 @@ class DiffusionEngine:
         values: list[Mapping[str, Any]] = await self.client.collective_rpc("omni_stats", args=(reset,))
         return values[0]
 
-    async def check_health(self) -> None:
-        """Raise ``GenerationError`` if the stage is dead."""
-        try:
-            await self.client.check_health()
-        except EngineDeadError as error:
-            raise GenerationError(f"stage {self.stage!r} is dead") from error
+    async def sleep(self, level: int, mode: SleepMode) -> None:
+        """vLLM's sleep mode: weights to host memory (level 1) or dropped (level 2).
+
+        ``mode``: ``abort`` the requests under way, or ``wait`` for their end.
+
+        Raises:
+            ConfigError: the stage was not started with ``enable_sleep_mode``.
+        """
+        if not self.client.vllm_config.model_config.enable_sleep_mode:
+            raise ConfigError(f"stage {self.stage!r} cannot sleep: start it with --enable-sleep-mode")
+        await self.client.sleep(level, mode)
+
+    async def wake_up(self) -> None:
+        """Undo ``sleep``."""
+        await self.client.wake_up()
+        await self.client.resume_generation()
 
     def close(self) -> None:
         """Stop the processes and remove the results. Closing twice is fine."""
         client: AsyncLLM | None = self.__dict__.pop("client", None)  # gone, so that it is not shut down twice
         if client is None:
             return
+        self._unwatch()
         if (handler := getattr(client, "output_handler", None)) is not None:
             cancel_task_threadsafe(handler)  # or it would log the end of the engine as an error
         client.shutdown()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from vllm import envs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
@@ -22,11 +23,14 @@ from vllm.logger import init_logger
 
 from omni_core.config.model import Resolved
 from omni_core.http.jobs import JobStore
+from omni_core.http.metrics import StageCollector
+from omni_core.http.stages import stage_router
 from omni_core.http.videos import VideoService, video_router
 from omni_core.media import check_encoder
 from omni_core.plugins.declarations import load_reference
 from omni_core.plugins.manager import get_manager
 from omni_core.runtime import VideoEngine
+from omni_core.supervisor import SupervisedStage
 from omni_core.vllm.engine import DiffusionEngine
 
 logger = init_logger(__name__)
@@ -55,14 +59,19 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(sock.close)
         private = stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-videos-", ignore_cleanup_errors=True))
-        stage = DiffusionEngine(resolved)
+        stage = SupervisedStage(lambda: DiffusionEngine(resolved))
         stack.push_async_callback(asyncio.to_thread, stage.close)
+        stage.watch()
         store = JobStore(
             resolved.server.video_store or Path(private),
             ttl=resolved.server.video_ttl_seconds,
             limit=resolved.server.max_stored_videos,
         )
-        service = VideoService(video_engine(resolved, stage), store, served_names(resolved))
+        engine = video_engine(resolved, stage)
+        service = VideoService(engine, store, served_names(resolved))
+        collector = StageCollector(stage, engine)
+        REGISTRY.register(collector)
+        stack.callback(REGISTRY.unregister, collector)
         app = make_app(resolved, args, stage, service)
         logger.info("Serving %s on %s", resolved.model, _address(listen_address, args.port, sock))
         shutdown = await serve_http(
@@ -93,6 +102,28 @@ def _address(listen_address: str, port: int | None, sock: socket.socket) -> str:
     return listen_address
 
 
+class LauncherClient:
+    """What vLLM's launcher and its general routes use of an engine client: never dead, since stages are restarted."""
+
+    errored = False
+    is_running = True
+    should_keep_api_server_alive = True
+    vllm_config = SimpleNamespace(shutdown_timeout=0)
+
+    def __init__(self, stage: SupervisedStage) -> None:
+        self._stage = stage
+
+    async def check_health(self) -> None:
+        """Stages answer for themselves, in ``/health``."""
+
+    async def do_log_stats(self) -> None:
+        """There are no statistics of tokens to log."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the stage; the launcher calls this on SIGINT and SIGTERM."""
+        self._stage.close()
+
+
 def served_names(resolved: Resolved) -> list[str]:
     """The names under which clients know the model."""
     setting = resolved.stage.engine.get("served_model_name")
@@ -101,25 +132,27 @@ def served_names(resolved: Resolved) -> list[str]:
     return [setting.value] if isinstance(setting.value, str) else list(setting.value)
 
 
-def video_engine(resolved: Resolved, stage: DiffusionEngine) -> VideoEngine:
+def video_engine(resolved: Resolved, stage: SupervisedStage) -> VideoEngine:
     """The front end of ``stage``."""
     request_model = load_reference(resolved.family.request)(resolved.checkpoint)
     return VideoEngine(stage, request_model, resolved.server.max_queued_requests)
 
 
-def make_app(resolved: Resolved, args: Namespace, stage: DiffusionEngine, service: VideoService) -> FastAPI:
+def make_app(resolved: Resolved, args: Namespace, stage: SupervisedStage, service: VideoService) -> FastAPI:
     """vLLM's app with its general routes, Omni's routes, and the state that both need."""
     app: FastAPI = build_app(args, supported_tasks=(), model_config=None)
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in _TOKEN_ROUTES]
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) != "/health"]
+    app.include_router(stage_router(stage))
     app.include_router(video_router(service))
     for name in resolved.server.allow_routes:
         routes = get_manager().http_routes(name)
         app.include_router(load_reference(routes.router)(service.engine))
     state = app.state
-    state.engine_client = stage.client
+    state.engine_client = LauncherClient(stage)
     state.args = args
     state.log_stats = not args.disable_log_stats
-    state.vllm_config = stage.client.vllm_config
+    state.vllm_config = state.engine_client.vllm_config
     state.enable_server_load_tracking = args.enable_server_load_tracking
     state.server_load_metrics = 0
     names = [BaseModelPath(name=name, model_path=resolved.model) for name in served_names(resolved)]

@@ -61,10 +61,10 @@ class RunningRequest:
     result: str | None = None
     error: str | None = None
 
-    def report(self) -> Report:
-        """Where the request stands."""
+    def report(self, totals: Mapping[str, Any]) -> Report:
+        """Where the request stands, with the worker's counters."""
         step, num_steps = (self.state.step, self.state.num_steps) if self.state else (0, 0)
-        return Report(self.phase, step, num_steps, dict(self.seconds), self.result, self.error)
+        return Report(self.phase, step, num_steps, dict(self.seconds), self.result, self.error, totals)
 
     @property
     def denoising(self) -> bool:
@@ -86,7 +86,7 @@ class RunningRequest:
 
 @dataclass
 class RunnerStats:
-    """Counters since the last reset.
+    """Counters since the start, or the last reset.
 
     Attributes:
         steps: engine steps with work.
@@ -97,6 +97,11 @@ class RunnerStats:
     steps: int = 0
     forwards: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counters as plain data."""
+        forwards = {str(size): count for size, count in self.forwards.items()}
+        return {"steps": self.steps, "forwards": forwards, "seconds": dict(self.seconds)}
 
 
 class DiffusionModelRunner:
@@ -183,10 +188,11 @@ class DiffusionModelRunner:
             self._timed("encode", [unstarted[0][1]], self._start, *unstarted[0])
         self._denoise({request_id: request for request_id, request in scheduled if request.denoising})
         ids = [request_id for request_id, _ in scheduled]
+        totals = self.stats.to_dict()
         return DiffusionOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            reports={request_id: request.report() for request_id, request in scheduled},
+            reports={request_id: request.report(totals) for request_id, request in scheduled},
         )
 
     def _forget(self, request_id: str) -> None:

@@ -43,9 +43,4 @@ class DiffusionWorkerMixin:
         stats = runner.stats
         if reset:
             runner.stats = RunnerStats()
-        return {
-            "steps": stats.steps,
-            "forwards": {str(size): count for size, count in stats.forwards.items()},
-            "seconds": dict(stats.seconds),
-            "running": len(runner.running),
-        }
+        return {**stats.to_dict(), "running": len(runner.running)}

@@ -1,0 +1,95 @@
+"""Routes about the stages: ``/health``, which names each, and sleep and wake-up."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from omni_core.errors import RequestError
+from omni_core.http.errors import answers_errors
+from omni_core.supervisor import SleepMode, StageState, SupervisedStage
+
+
+class SleepRequest(BaseModel):
+    """Body of ``/v1/omni/sleep``.
+
+    ``stages``: which ones, all where absent. ``level``: 1 moves weights to host memory, 2 drops them. ``mode``: what
+    becomes of requests under way.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    stages: list[str] | None = None
+    level: Annotated[Literal[1, 2], Field()] = 1
+    mode: SleepMode = "abort"
+
+
+class WakeUpRequest(BaseModel):
+    """Body of ``/v1/omni/wakeup``. ``stages``: which ones, all where absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    stages: list[str] | None = None
+
+
+def stage_router(stage: SupervisedStage) -> APIRouter:
+    """The routes for a pipeline of one stage."""
+    router = APIRouter(tags=["stages"])
+
+    def statuses() -> dict[str, Any]:
+        return {stage.stage: stage.status()}
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while every stage is up (asleep counts as up), 503 otherwise; either way with each stage's state."""
+        healthy = stage.state in (StageState.RUNNING, StageState.ASLEEP)
+        body = {"status": "ok" if healthy else "unhealthy", "stages": statuses()}
+        return JSONResponse(body, status_code=200 if healthy else 503)
+
+    @router.post("/v1/omni/sleep", openapi_extra=_body(SleepRequest))
+    @answers_errors
+    async def sleep(request: Request) -> Response:
+        """Free the device memory of stages."""
+        wanted = await _read(request, SleepRequest)
+        _check_names(wanted.stages, stage)
+        if wanted.stages is None or wanted.stages:
+            await stage.sleep(wanted.level, wanted.mode)
+        return JSONResponse({"stages": statuses()})
+
+    @router.post("/v1/omni/wakeup", openapi_extra=_body(WakeUpRequest))
+    @answers_errors
+    async def wake_up(request: Request) -> Response:
+        """Bring stages back."""
+        wanted = await _read(request, WakeUpRequest)
+        _check_names(wanted.stages, stage)
+        if wanted.stages is None or wanted.stages:
+            await stage.wake_up()
+        return JSONResponse({"stages": statuses()})
+
+    return router
+
+
+async def _read(request: Request, model: type[Any]) -> Any:
+    raw = await request.body()
+    try:
+        return model.model_validate(json.loads(raw) if raw.strip() else {})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        raise RequestError(f"{name or 'body'}: {first['msg']}", name) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def _check_names(names: list[str] | None, stage: SupervisedStage) -> None:
+    for name in names or ():
+        if name != stage.stage:
+            raise RequestError(f"there is no stage {name!r}; this server has {stage.stage}", "stages")
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}}}

@@ -1,0 +1,175 @@
+"""A stage that dies is started again with back-off; its requests fail at once, and only they."""
+
+import asyncio
+
+import pytest
+
+from omni_core.diffusion.messages import Job, Report
+from omni_core.errors import GenerationError, StageStartError, StageUnavailable
+from omni_core.supervisor import SupervisedStage
+
+
+class FakeEngine:
+    """An engine whose requests never end and whose death a test decides."""
+
+    stage = "diffusion"
+    max_running = 2
+
+    def __init__(self):
+        self.closed = False
+        self.slept = []
+
+    def watch(self, on_death):
+        self.die = on_death
+
+    async def generate(self, job, request_id):
+        yield Report("denoise", 1, 2, totals={"steps": 1})
+        await asyncio.Event().wait()
+
+    async def sleep(self, level, mode):
+        self.slept.append((level, mode))
+
+    async def wake_up(self):
+        self.slept.append("awake")
+
+    def discard(self, request_id):
+        """Nothing was left."""
+
+    def close(self):
+        self.closed = True
+
+
+class Starter:
+    """Starts fake engines; the starts numbered in ``failing`` fail."""
+
+    def __init__(self, *failing):
+        self.engines, self.count, self.failing = [], 0, failing
+
+    def __call__(self):
+        self.count += 1
+        if self.count in self.failing:
+            raise StageStartError("no device")
+        self.engines.append(FakeEngine())
+        return self.engines[-1]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("omni_core.supervisor.FIRST_DELAY", 0.05)
+
+
+async def until(predicate):
+    async with asyncio.timeout(5):
+        while not predicate():
+            await asyncio.sleep(0.01)
+
+
+async def follow(stage):
+    return [report async for report in stage.generate(Job({}), "r1")]
+
+
+def test_requests_in_a_stage_that_dies_fail_at_once_and_it_is_started_again():
+    async def work():
+        start = Starter()
+        stage = SupervisedStage(start)
+        request = asyncio.create_task(follow(stage))
+        await asyncio.sleep(0.02)
+        start.engines[0].die()
+        with pytest.raises(GenerationError, match="stage 'diffusion' died while request r1 was in it"):
+            await asyncio.wait_for(request, 1)
+        await until(lambda: stage.state == "running")
+        assert start.engines[0].closed and not start.engines[1].closed
+        assert stage.status() == {"state": "running", "restarts": 1, "reason": None}
+        start.engines[1].die()
+        with pytest.raises(StageUnavailable, match="restarting: its process ended"):
+            await follow(stage)
+        await until(lambda: stage.restarts == 2 and stage.state == "running")
+        stage.close()
+
+    asyncio.run(work())
+
+
+def test_a_start_that_fails_is_tried_again_later_with_the_reason():
+    async def work():
+        start = Starter(2, 3)
+        stage = SupervisedStage(start)
+        stage.watch()
+        start.engines[0].die()
+        await until(lambda: "start 2 failed, the next is in 0.1 s: no device" in stage.reason)
+        await until(lambda: stage.state == "running")
+        assert start.count == 4
+        stage.close()
+
+    asyncio.run(work())
+
+
+def test_closing_ends_requests_and_restarts():
+    async def work():
+        start = Starter()
+        stage = SupervisedStage(start)
+        request = asyncio.create_task(follow(stage))
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(stage.close)
+        with pytest.raises(GenerationError, match="was stopped"):
+            await asyncio.wait_for(request, 1)
+        assert start.engines[0].closed
+        start.engines[0].die()
+        await asyncio.sleep(0.05)
+        assert start.count == 1
+        with pytest.raises(StageUnavailable, match="stopped"):
+            await follow(stage)
+
+    asyncio.run(work())
+
+
+def test_closing_while_it_is_restarted_leaves_no_engine():
+    async def work():
+        start = Starter(2)
+        stage = SupervisedStage(start)
+        stage.watch()
+        start.engines[0].die()
+        await until(lambda: "failed" in stage.reason)
+        stage.close()
+        await asyncio.sleep(0.3)
+        assert all(engine.closed for engine in start.engines)
+
+    asyncio.run(work())
+
+
+def test_a_stage_that_sleeps_refuses_requests_until_it_is_woken():
+    async def work():
+        start = Starter()
+        stage = SupervisedStage(start)
+        await stage.sleep(1, "wait")
+        with pytest.raises(StageUnavailable, match="asleep; wake it up with POST /v1/omni/wakeup"):
+            await follow(stage)
+        await stage.wake_up()
+        await stage.wake_up()
+        assert start.engines[0].slept == [(1, "wait"), "awake"]
+        stage.close()
+
+    asyncio.run(work())
+
+
+def test_cancelling_a_request_closes_its_iterator():
+    async def work():
+        closed = asyncio.Event()
+
+        class Engine(FakeEngine):
+            async def generate(self, job, request_id):
+                try:
+                    yield Report("denoise", 1, 2)
+                    await asyncio.Event().wait()
+                finally:
+                    closed.set()
+
+        stage = SupervisedStage(Engine)
+        request = asyncio.create_task(follow(stage))
+        await asyncio.sleep(0.02)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert closed.is_set()
+        stage.close()
+
+    asyncio.run(work())
