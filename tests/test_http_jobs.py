@@ -1,7 +1,9 @@
 """The videos API with a model whose requests are as slow or faulty as a test wants: jobs, aborts, errors, bounds."""
 
 import asyncio
+import base64
 import io
+import json
 import socket
 import time
 
@@ -9,6 +11,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from PIL import Image
 from reference import toy_video
 
 from omni_core.media import decode_video
@@ -186,7 +189,14 @@ BAD = [
     ({"prompt": "x", "seconds": "100"}, "seconds"),
     ({"prompt": "x", "seconds": "1", "num_frames": 5}, "seconds"),
     ({"prompt": "x", "n": 2}, "n"),
-    ({"prompt": "x", "input_reference": "a.png"}, "input_reference"),
+    ({"prompt": "x", "input_reference": "a.png"}, "image"),
+    ({"prompt": "x", "image": "data:image/png;base64,AAAA"}, "image"),
+    ({"prompt": "x", "image": "file:///etc/passwd"}, "image"),
+    ({"prompt": "x", "image": "http://127.0.0.1:9/x.png"}, "image"),
+    ({"prompt": "x", "image": {"file_id": "x"}}, "image"),
+    ({"prompt": "x", "image": "{"}, "image"),
+    ({"prompt": "x", "image": 3}, "image"),
+    ({"prompt": "x", "image": "x", "input_reference": "y"}, "input_reference"),
     ({"prompt": "x", "extra_params": 3}, "extra_params"),
     ({"prompt": "x", "extra_params": {"width": 33}}, "width"),
     ({"prompt": "x", "width": 32, "extra_params": {"width": 32}}, "width"),
@@ -223,8 +233,8 @@ def test_a_body_that_is_no_object_is_a_bad_request(toy_server, content, kind):
 def test_a_body_of_unknown_length_that_is_too_large_is_refused(toy_server, kind):
     def chunks():
         yield b"--x\r\nContent-Disposition: form-data; name=a\r\n\r\n" if "multipart" in kind else b"a="
-        for _ in range(40):
-            yield b"b" * (1 << 16)
+        for _ in range(70):
+            yield b"b" * (1 << 20)
 
     answer = toy_server.http.post("/v1/videos", content=chunks(), headers={"content-type": f"{kind}; boundary=x"})
     assert answer.status_code in (400, 413), answer.text
@@ -240,7 +250,7 @@ def test_numbers_that_are_none_are_refused(toy_server):
 
 def test_a_body_that_is_too_large_is_refused(toy_server):
     answer = toy_server.http.post(
-        "/v1/videos", content=b" " * (1 << 20) + b"{}", headers={"content-type": "application/json"}
+        "/v1/videos", content=b" " * (64 << 20) + b"{}", headers={"content-type": "application/json"}
     )
     assert answer.status_code == 413
 
@@ -273,9 +283,33 @@ def test_forms_are_read_as_openais_client_sends_them(toy_server):
         "/v1/videos/sync", data={"prompt": "a cat", "size": "32x32", "num_frames": "5", "seed": "3"}
     )
     assert answer.status_code == 200
+    files = {"nonsense": ("a.png", b"x", "image/png")}
+    answer = toy_server.http.post("/v1/videos/sync", data={"prompt": "a cat"}, files=files)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "nonsense"
     files = {"input_reference": ("a.png", b"x", "image/png")}
     answer = toy_server.http.post("/v1/videos/sync", data={"prompt": "a cat"}, files=files)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input_reference"
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
+
+
+def test_an_image_means_the_same_however_it_comes(toy_server, tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30), (255, 128, 0)).save(buffer, "PNG")
+    png = buffer.getvalue()
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    fields = {"prompt": "a cat", "seed": "1"}
+    plain = toy_server.http.post("/v1/videos/sync", data=fields).content
+    answers = [
+        toy_server.http.post("/v1/videos/sync", data=fields, files={"input_reference": ("a.png", png, "image/png")}),
+        toy_server.http.post("/v1/videos/sync", data=fields, files={"image": ("a.png", png, "image/png")}),
+        toy_server.http.post("/v1/videos/sync", data={**fields, "image_reference": json.dumps({"image_url": url})}),
+        toy_server.http.post("/v1/videos/sync", json={"prompt": "a cat", "seed": 1, "image": url}),
+        toy_server.http.post("/v1/videos/sync", json={"prompt": "a cat", "seed": 1, "image": {"image_url": url}}),
+        toy_server.http.post(
+            "/v1/videos/sync", json={"prompt": "a cat", "seed": 1, "input_reference": {"image_url": {"url": url}}}
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 6, [answer.text[:200] for answer in answers]
+    assert {answer.content for answer in answers} == {answers[0].content} != {plain}
 
 
 def test_openais_python_client_works(toy_server):

@@ -25,6 +25,8 @@ DIFFUSION = frozenset({
     "gpu_memory_utilization", "enable_sleep_mode", "enable_cumem_allocator",
     # how many requests take part in a step
     "max_num_seqs",
+    # where images of requests may come from
+    "allowed_local_media_path", "allowed_media_domains",
     # observing
     "profiler_config", "disable_log_stats", "enable_log_requests", "show_hidden_metrics_for_version",
     "logging_config", "log_level", "log_config_file",

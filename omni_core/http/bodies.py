@@ -14,19 +14,26 @@ from starlette.formparsers import FormParser, MultiPartException, MultiPartParse
 
 from omni_core.errors import RequestError
 from omni_core.http.errors import HttpError
+from omni_core.http.images import ALIASES, image_fields, rename_aliases
 from omni_core.requests import FrameGrid, VideoRequest, describe_field, unknown_parameter
 
 SHARED = ("model", "size", "seconds", "extra_params")
 """Fields that every video endpoint takes beside those of the family's request model."""
 
 MAX_BODY_BYTES = 1 << 20
+"""Largest body of a request without images."""
+
+MAX_IMAGE_BODY_BYTES = 64 << 20
+"""Largest body where the model takes images."""
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 
-async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
+async def read_body(request: Request, model: type[VideoRequest]) -> tuple[dict[str, Any], bool]:
     """The fields of a JSON object or of a form, and whether they are typed (JSON) or strings (form).
+
+    Uploaded files are bytes.
 
     Raises:
         RequestError: the body is neither, or is malformed.
@@ -34,10 +41,10 @@ async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind in _FORMS:
-        return await _read_form(request, kind), False
+        return await _read_form(request, kind, model), False
     if kind != "application/json":
         raise RequestError(f"content type {kind!r} is not supported; send application/json or multipart/form-data")
-    raw = b"".join([chunk async for chunk in _bounded(request)])
+    raw = b"".join([chunk async for chunk in _bounded(request, _limit(model))])
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -47,32 +54,42 @@ async def read_body(request: Request) -> tuple[dict[str, Any], bool]:
     return fields, True
 
 
-async def _bounded(request: Request) -> AsyncGenerator[bytes, None]:
+def _limit(model: type[VideoRequest]) -> int:
+    return MAX_IMAGE_BODY_BYTES if image_fields(model) else MAX_BODY_BYTES
+
+
+async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     """The body, chunk by chunk. Raises ``HttpError`` as soon as it is too large, whatever its headers say."""
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if size > limit:
+            raise HttpError(413, f"the body is larger than {limit} bytes")
         yield chunk
 
 
-async def _read_form(request: Request, kind: str) -> dict[str, Any]:
+async def _read_form(request: Request, kind: str, model: type[VideoRequest]) -> dict[str, Any]:
+    body = _bounded(request, _limit(model))
+    images = image_fields(model)
     try:
         if kind == "multipart/form-data":
-            form = await MultiPartParser(request.headers, _bounded(request), max_files=1, max_fields=100).parse()
+            form = await MultiPartParser(request.headers, body, max_files=len(images) + 1, max_fields=100).parse()
         else:
-            form = await FormParser(request.headers, _bounded(request)).parse()
+            form = await FormParser(request.headers, body).parse()
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not a form: {error}") from None
     fields: dict[str, Any] = {}
     try:
         for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                raise RequestError(f"{name}: this model takes no file", param=name)
             if name in fields:
                 raise RequestError(f"{name} is given twice", param=name)
-            fields[name] = value
+            if isinstance(value, UploadFile):
+                if not images or name not in (*images, *ALIASES):
+                    takes = f"a file as {', '.join(images)}" if images else "no file"
+                    raise RequestError(f"{name}: this model takes {takes}", param=name)
+                fields[name] = await value.read()
+            else:
+                fields[name] = value
     finally:
         await form.close()
     return fields
@@ -86,6 +103,7 @@ def to_request_values(fields: Mapping[str, Any], model: type[VideoRequest]) -> d
     """
     values = {name: value for name, value in fields.items() if name not in SHARED and value is not None}
     _merge_extra(values, fields.get("extra_params"))
+    rename_aliases(values, model)
     for name in values:
         if name not in model.model_fields:
             raise RequestError(unknown_parameter(name, [*model.model_fields, *SHARED]), param=name)

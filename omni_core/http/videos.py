@@ -17,6 +17,7 @@ from starlette.background import BackgroundTask
 from omni_core.errors import OmniError
 from omni_core.http.bodies import SHARED, read_body, to_request_values
 from omni_core.http.errors import HttpError, answers_errors
+from omni_core.http.images import ALIASES, Fetch, fetch_images, image_fields, with_placeholders
 from omni_core.http.jobs import JobStore, VideoJob, new_job_id
 from omni_core.media import encode_mp4
 from omni_core.requests import VideoRequest
@@ -33,23 +34,30 @@ class VideoService:
         engine: what generates.
         store: where jobs are kept.
         models: the names under which the model is served; the first is the one that jobs show.
+        fetch: fetches images by URL.
     """
 
-    def __init__(self, engine: VideoEngine, store: JobStore, models: list[str]) -> None:
+    def __init__(self, engine: VideoEngine, store: JobStore, models: list[str], fetch: Fetch) -> None:
         self.engine = engine
+        self.fetch = fetch
         self.store = store
         self.models = models
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def read(self, request: Request) -> tuple[VideoRequest, Slot]:
         """Validate the body of a request and take a place for it."""
-        fields, typed = await read_body(request)
+        request_model = self.engine.request_model
+        fields, typed = await read_body(request, request_model)
         model = fields.get("model")
         if model is not None and model not in self.models:
             raise HttpError(
                 404, f"the model {model!r} does not exist; this server has {', '.join(self.models)}", "model"
             )
-        parsed = self.engine.parse(to_request_values(fields, self.engine.request_model), strict=typed)
+        values = to_request_values(fields, request_model)
+        parsed = self.engine.parse(with_placeholders(values, request_model), strict=typed)
+        if image_fields(request_model):
+            values = await fetch_images({**values, "seed": parsed.seed}, request_model, self.fetch)
+            parsed = self.engine.parse(values, strict=typed)
         return parsed, self.engine.admit()
 
     def submit(self, request: VideoRequest, slot: Slot) -> VideoJob:
@@ -267,5 +275,9 @@ def _content(model: type[VideoRequest]) -> dict[str, Any]:
         "extra_params": {"type": "object", "description": "Further fields of the model, for clients that nest them."},
     }
     assert set(shared) == set(SHARED)
+    if image_fields(model):
+        shared |= {
+            name: {"type": "string", "description": f"The same as {image_fields(model)[0]}."} for name in ALIASES
+        }
     schema["properties"] = {**schema["properties"], **shared}
     return {"application/json": {"schema": schema}, "multipart/form-data": {"schema": schema}}

@@ -32,6 +32,7 @@ from omni_core.plugins.manager import get_manager
 from omni_core.runtime import VideoEngine
 from omni_core.supervisor import SupervisedStage
 from omni_core.vllm.engine import DiffusionEngine
+from omni_core.vllm.media import ImageFetcher
 
 logger = init_logger(__name__)
 
@@ -68,7 +69,7 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
             limit=resolved.server.max_stored_videos,
         )
         engine = video_engine(resolved, stage)
-        service = VideoService(engine, store, served_names(resolved))
+        service = VideoService(engine, store, served_names(resolved), _image_fetcher(resolved))
         collector = StageCollector(stage, engine)
         REGISTRY.register(collector)
         stack.callback(REGISTRY.unregister, collector)
@@ -100,6 +101,11 @@ def _address(listen_address: str, port: int | None, sock: socket.socket) -> str:
     if port == 0 and sock.family in (socket.AF_INET, socket.AF_INET6):
         return f"{listen_address.removesuffix(':0')}:{sock.getsockname()[1]}"
     return listen_address
+
+
+def _image_fetcher(resolved: Resolved) -> ImageFetcher:
+    engine = resolved.stage.engine
+    return ImageFetcher(engine["allowed_local_media_path"].value, engine["allowed_media_domains"].value)
 
 
 class LauncherClient:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from omni_core.images import InputImage
 from omni_core.pipeline import DiffusionStage, Pipeline
 from omni_core.requests import FrameGrid, VideoRequest
 
@@ -18,6 +19,7 @@ class ToyRequest(VideoRequest):
     fail_in: str = Field(default="", description="start, predict, advance or decode.")
     fail_at: int = Field(default=0, ge=0)
     step_seconds: float = Field(default=0.0, ge=0, le=10)
+    image: InputImage | None = Field(default=None, description="Its mean colour is added to every frame.")
     chunk_seconds: float = Field(default=0.0, ge=0, le=10)
 
 

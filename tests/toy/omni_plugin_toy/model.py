@@ -31,6 +31,8 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
         generator = torch.Generator("cpu").manual_seed(request.seed)
         latents = torch.rand(request.num_frames, request.height // 16, request.width // 16, 3, generator=generator)
         bias = zlib.crc32(request.prompt.encode()) % 1000 / 2000
+        if request.image is not None:
+            bias += request.image.pixels.mean().item() / 1000
         return ToyState(request=request, num_steps=request.num_inference_steps, latents=latents, bias=bias)
 
     def batch_key(self, state):
