@@ -1,6 +1,6 @@
 """Tiny random Wan checkpoints in the genuine layout, saved by the reference library's own classes. No network.
 
-    python -m omni_plugin_wan22.checkpoints FOLDER
+    python -m omni_plugin_wan22.checkpoints FOLDER --kind ti2v-5b
     vllm serve FOLDER --omni
 
 They show noise, but they go through every code path that a real checkpoint does.
@@ -9,11 +9,21 @@ They show noise, but they go through every code path that a real checkpoint does
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
@@ -23,11 +33,52 @@ GAIN = 1.5
 """Of the random linear layers. At 1 or below, a tiny model hardly reacts to what it is given."""
 
 
-def build_pipeline(*, experts: int = 2, seed: int = 0, head_dim: int = 12) -> WanPipeline:
-    """A reference pipeline with random weights: two unlike experts as Wan 2.2 A14B has, or one as Wan 2.1 has.
+@dataclass(frozen=True)
+class Kind:
+    """What tells one kind of checkpoint from another.
 
-    ``head_dim`` is the size of a transformer's attention head; the real one is 128.
+    Attributes:
+        class_name: what ``model_index.json`` says.
+        boundary_ratio: where the second expert takes over; ``None`` with one.
+        expand_timesteps: one timestep per token.
+        in_channels: of the transformer; 16 or 48 come out.
+        flow_shift: of the scheduler.
     """
+
+    class_name: str = "WanPipeline"
+    boundary_ratio: float | None = None
+    expand_timesteps: bool = False
+    in_channels: int = 16
+    flow_shift: float = 3.0
+
+    @property
+    def latent_channels(self) -> int:
+        """Of the VAE: 48 for that of TI2V-5B."""
+        return 48 if self.in_channels == 48 else 16
+
+
+KINDS = {
+    "t2v-a14b": Kind(boundary_ratio=0.875),
+    "i2v-a14b": Kind("WanImageToVideoPipeline", boundary_ratio=0.9, in_channels=36),
+    "ti2v-5b": Kind(expand_timesteps=True, in_channels=48, flow_shift=5.0),
+    "t2v-2.1": Kind(),
+    "dmd": Kind("WanDMDPipeline"),
+}
+
+
+def build_pipeline(
+    *, kind: str = "", experts: int = 2, seed: int = 0, head_dim: int = 12, euler: bool = False
+) -> WanPipeline | WanImageToVideoPipeline:
+    """A reference pipeline with random weights, of the small sizes that a test likes.
+
+    Args:
+        kind: one of ``KINDS``; without it, ``t2v-a14b`` for two ``experts`` and ``t2v-2.1`` for one.
+        experts: see ``kind``.
+        seed: of the weights.
+        head_dim: size of a transformer's attention head; the real one is 128.
+        euler: with the scheduler ``FlowMatchEulerDiscreteScheduler`` rather than ``UniPCMultistepScheduler``.
+    """
+    wanted = KINDS[kind or ("t2v-a14b" if experts == 2 else "t2v-2.1")]
     generator = torch.Generator().manual_seed(seed)
     tokenizer = build_tokenizer()
     with torch.random.fork_rng():
@@ -38,26 +89,35 @@ def build_pipeline(*, experts: int = 2, seed: int = 0, head_dim: int = 12) -> Wa
                 pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
             )
         )  # fmt: skip
-        vae = AutoencoderKLWan(
-            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        )
-        transformers = [_build_transformer(head_dim) for _ in range(experts)]
+        vae = _build_vae(wanted)
+        count = 1 if wanted.boundary_ratio is None else 2
+        transformers = [_build_transformer(head_dim, wanted) for _ in range(count)]
     for module in (text_encoder, *transformers):
         _randomise(module, generator)
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
-    )
-    pipeline = WanPipeline(
+    builder = WanImageToVideoPipeline if wanted.class_name == "WanImageToVideoPipeline" else WanPipeline
+    pipeline = builder(
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),
         vae=vae.eval(),
-        scheduler=scheduler,
+        scheduler=build_scheduler(wanted.flow_shift, euler=euler),
         transformer=transformers[0].eval(),
-        transformer_2=transformers[1].eval() if experts == 2 else None,
-        boundary_ratio=0.875 if experts == 2 else None,
+        transformer_2=transformers[1].eval() if count == 2 else None,
+        boundary_ratio=wanted.boundary_ratio,
+        expand_timesteps=wanted.expand_timesteps,
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def build_scheduler(
+    flow_shift: float, *, euler: bool = False
+) -> UniPCMultistepScheduler | FlowMatchEulerDiscreteScheduler:
+    """The scheduler of Wan's checkpoints, or the one of its conversion script."""
+    if euler:
+        return FlowMatchEulerDiscreteScheduler(shift=flow_shift)
+    return UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
+    )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -72,19 +132,43 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_checkpoint(
-    folder: Path, *, experts: int = 2, seed: int = 0, head_dim: int = 12, shard_size: str = "10GB"
+    folder: Path,
+    *,
+    kind: str = "",
+    experts: int = 2,
+    seed: int = 0,
+    head_dim: int = 12,
+    euler: bool = False,
+    shard_size: str = "10GB",
 ) -> Path:
     """Save ``build_pipeline`` in ``folder``; weights above ``shard_size`` are split into several files."""
-    pipeline = build_pipeline(experts=experts, seed=seed, head_dim=head_dim)
+    pipeline = build_pipeline(kind=kind, experts=experts, seed=seed, head_dim=head_dim, euler=euler)
     pipeline.save_pretrained(folder, max_shard_size=shard_size)
+    if kind and KINDS[kind].class_name != type(pipeline).__name__:  # a class that diffusers does not have
+        index = folder / "model_index.json"
+        index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": KINDS[kind].class_name}, indent=2))
     return folder
 
 
-def _build_transformer(head_dim: int) -> WanTransformer3DModel:
+def _build_vae(kind: Kind) -> AutoencoderKLWan:
+    values: dict[str, Any] = {}
+    if kind.latent_channels == 48:
+        values = {
+            "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
+            "decoder_base_dim": 6, "latents_mean": [0.1 * (i % 5 - 2) for i in range(48)],
+            "latents_std": [0.5 + 0.1 * (i % 7) for i in range(48)],
+        }  # fmt: skip
+    return AutoencoderKLWan(
+        base_dim=3, z_dim=kind.latent_channels, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[False, True, True], **values,
+    )  # fmt: skip
+
+
+def _build_transformer(head_dim: int, kind: Kind) -> WanTransformer3DModel:
     return WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=head_dim, in_channels=16, out_channels=16,
-        text_dim=TEXT_WIDTH, freq_dim=256, ffn_dim=48, num_layers=3, cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=head_dim, in_channels=kind.in_channels,
+        out_channels=kind.latent_channels, text_dim=TEXT_WIDTH, freq_dim=256, ffn_dim=48, num_layers=3,
+        cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
     )  # fmt: skip
 
 
@@ -107,11 +191,13 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny random Wan checkpoint.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--experts", type=int, choices=(1, 2), default=2, help="1: like Wan 2.1; 2: like Wan 2.2 A14B")
+    parser.add_argument("--kind", choices=KINDS, default="", help="which checkpoint to resemble; t2v-a14b where absent")
+    parser.add_argument("--experts", type=int, choices=(1, 2), default=2, help="without --kind; 1: like Wan 2.1")
+    parser.add_argument("--euler", action="store_true", help="with the Euler scheduler rather than UniPC")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size", default="10GB", help="largest weight file, such as 100KB")
-    arguments = parser.parse_args()
-    write_checkpoint(arguments.folder, experts=arguments.experts, seed=arguments.seed, shard_size=arguments.shard_size)
+    arguments = vars(parser.parse_args())
+    write_checkpoint(arguments.pop("folder"), **arguments)
 
 
 if __name__ == "__main__":

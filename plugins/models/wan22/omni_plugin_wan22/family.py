@@ -4,37 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from omni_core.checkpoint import Checkpoint
 from omni_core.errors import CheckpointError, UnsupportedCheckpoint
 from omni_core.pipeline import DiffusionStage, Pipeline
 
-OTHER_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_dynamic_shifting")
-IMAGE_CONDITIONED = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO, FEW_STEPS = PIPELINES = ("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline")
+"""What ``_class_name`` of ``model_index.json`` may be: diffusers' two, and FastVideo's for distilled checkpoints."""
+
+SOLVERS = {"UniPCMultistepScheduler": "unipc", "FlowMatchEulerDiscreteScheduler": "euler"}
+UNUSUAL = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_dynamic_shifting",
+    "shift_terminal",
+    "invert_sigmas",
+    "stochastic_sampling",
+)
+CLIP_CONDITIONED = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+
+
+class Conditioning(StrEnum):
+    """What the network can be given beside text."""
+
+    TEXT = "text"
+    FIRST_FRAME = "first-frame"
+    """The first latent frame, at a timestep of its own (Wan2.2 TI2V-5B)."""
+    CHANNELS = "channels"
+    """Any frames, through channels of their own (Wan2.2 I2V A14B)."""
 
 
 @dataclass(frozen=True)
 class WanLayout:
-    """A text-to-video checkpoint in diffusers' layout that this plugin can serve.
+    """A checkpoint in diffusers' layout that this plugin can serve.
 
     Attributes:
-        transformer: configuration of ``transformer``; ``transformer_2`` has the same shape.
+        transformer: configuration of the experts; two have the same shape.
         vae: configuration of ``vae``.
         scheduler: configuration of ``scheduler``.
-        boundary_ratio: below this share of the training timesteps ``transformer_2`` takes over; ``None`` where
-            ``transformer`` does all steps (Wan 2.1).
+        experts: the folders of the experts, high noise first.
+        boundary_ratio: below this share of the training timesteps the second expert takes over; ``None`` with one.
+        conditioning: what the network can be given beside text.
+        image_required: whether a request must bring an image.
+        few_steps: distilled to the few steps of ``schedule.DMDSampler``, without guidance.
     """
 
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any]
     scheduler: Mapping[str, Any]
+    experts: tuple[str, ...]
     boundary_ratio: float | None
-
-    @property
-    def experts(self) -> tuple[str, ...]:
-        """The folders of the experts, high noise first."""
-        return ("transformer",) if self.boundary_ratio is None else ("transformer", "transformer_2")
+    conditioning: Conditioning
+    image_required: bool
+    few_steps: bool
 
     @property
     def temporal_scale(self) -> int:
@@ -58,8 +83,13 @@ class WanLayout:
         return int(self.transformer.get("rope_max_seq_len", 1024))
 
     @property
+    def solver(self) -> str:
+        """``unipc`` or ``euler``: the checkpoint's own."""
+        return SOLVERS.get(str(self.scheduler.get("_class_name")), "unipc")
+
+    @property
     def flow_shift(self) -> float:
-        return float(self.scheduler.get("flow_shift", 1.0))
+        return float(self.scheduler.get("shift" if self.solver == "euler" else "flow_shift", 1.0))
 
 
 def pipeline(checkpoint: Checkpoint) -> Pipeline:
@@ -78,15 +108,38 @@ def read_layout(checkpoint: Checkpoint) -> WanLayout:
     index = checkpoint.read("model_index.json")
     for file in ("text_encoder/config.json", "tokenizer/tokenizer_config.json"):
         _required(checkpoint, file)
+    experts = _experts(index)
+    conditioning, name = _conditioning(index), index.get("_class_name")
     layout = WanLayout(
-        transformer=_required(checkpoint, "transformer/config.json"),
+        transformer=_required(checkpoint, f"{experts[0]}/config.json"),
         vae=_required(checkpoint, "vae/config.json"),
         scheduler=_required(checkpoint, "scheduler/scheduler_config.json"),
-        boundary_ratio=index.get("boundary_ratio"),
+        experts=experts,
+        boundary_ratio=index.get("boundary_ratio") if len(experts) == 2 else None,
+        conditioning=conditioning,
+        image_required=name == IMAGE_TO_VIDEO,
+        few_steps=name == FEW_STEPS,
     )
-    if reason := _why_not(checkpoint, index, layout):
+    if reason := _why_not(checkpoint, layout):
         raise UnsupportedCheckpoint(f"{checkpoint}: {reason}")
     return layout
+
+
+def _experts(index: Mapping[str, Any]) -> tuple[str, ...]:
+    """The folders that are needed: at a boundary of 0 or 1 one expert would do all steps, so that one is loaded."""
+    boundary = index.get("boundary_ratio")
+    if boundary is None or boundary <= 0:
+        return ("transformer",)
+    return ("transformer_2",) if boundary >= 1 else ("transformer", "transformer_2")
+
+
+def _conditioning(index: Mapping[str, Any]) -> Conditioning:
+    name, per_token = index.get("_class_name"), bool(index.get("expand_timesteps"))
+    if name == FEW_STEPS:  # with text alone, all tokens have the same timestep
+        return Conditioning.TEXT
+    if per_token:
+        return Conditioning.FIRST_FRAME
+    return Conditioning.CHANNELS if name == IMAGE_TO_VIDEO else Conditioning.TEXT
 
 
 def _required(checkpoint: Checkpoint, file: str) -> Mapping[str, Any]:
@@ -96,32 +149,48 @@ def _required(checkpoint: Checkpoint, file: str) -> Mapping[str, Any]:
     return values
 
 
-def _why_not(checkpoint: Checkpoint, index: Mapping[str, Any], layout: WanLayout) -> str | None:
+def _why_not(checkpoint: Checkpoint, layout: WanLayout) -> str | None:
     """Why the checkpoint cannot be served, or ``None`` where it can."""
-    if index.get("expand_timesteps"):
-        return "expand_timesteps is true (Wan2.2 TI2V-5B, one timestep per token), which is not supported yet"
-    named = [key for key in IMAGE_CONDITIONED if layout.transformer.get(key) is not None]
+    named = [key for key in CLIP_CONDITIONED if layout.transformer.get(key) is not None]
     if named:
-        return f"the transformer is conditioned on images ({named[0]} is set); only text to video is supported yet"
-    channels, latent_channels = layout.transformer.get("in_channels", 16), layout.vae.get("z_dim", 16)
-    if channels != latent_channels:
         return (
-            f"the transformer takes {channels} channels and the VAE gives {latent_channels}: image-conditioned "
-            "checkpoints are not supported yet, only text to video"
+            f"the transformer takes embeddings of a CLIP image encoder ({named[0]} is set), as Wan 2.1 image to video "
+            "does; that is not supported, Wan 2.2 image to video is"
         )
-    if layout.boundary_ratio is not None:
+    if reason := _why_not_channels(layout):
+        return reason
+    if layout.conditioning == Conditioning.FIRST_FRAME and layout.patch_size != (1, 2, 2):
+        return f"with timesteps per token the patch must be (1, 2, 2), not {layout.patch_size}"
+    if layout.few_steps and len(layout.experts) == 2:
+        return "it is distilled to few steps and has two experts; few steps are supported with one"
+    if len(layout.experts) == 2:
         second = _required(checkpoint, "transformer_2/config.json")
         if different := sorted(k for k in layout.transformer if k[0] != "_" and layout.transformer[k] != second.get(k)):
             return f"transformer and transformer_2 differ in {different[0]}; experts of unlike shape are not supported"
-    return _why_not_scheduler(layout.scheduler)
+    return None if layout.few_steps else _why_not_scheduler(layout.scheduler)
+
+
+def _why_not_channels(layout: WanLayout) -> str | None:
+    channels, latent_channels = layout.transformer.get("in_channels", 16), layout.vae.get("z_dim", 16)
+    if layout.conditioning == Conditioning.CHANNELS:
+        wanted = 2 * latent_channels + layout.temporal_scale
+        if channels != wanted:
+            return f"the transformer takes {channels} channels; noise, mask and condition have {wanted}"
+    elif channels != latent_channels:
+        return (
+            f"the transformer takes {channels} channels and the VAE gives {latent_channels}; with other inputs than "
+            f"noise only {IMAGE_TO_VIDEO} is supported"
+        )
+    return None
 
 
 def _why_not_scheduler(scheduler: Mapping[str, Any]) -> str | None:
     name = scheduler.get("_class_name")
-    if name != "UniPCMultistepScheduler":
-        return f"its scheduler is {name}; only UniPCMultistepScheduler is supported yet"
-    if not scheduler.get("use_flow_sigmas") or scheduler.get("prediction_type") != "flow_prediction":
+    if name not in SOLVERS:
+        return f"its scheduler is {name}; only {' and '.join(SOLVERS)} are supported"
+    unipc = SOLVERS[name] == "unipc"
+    if unipc and not (scheduler.get("use_flow_sigmas") and scheduler.get("prediction_type") == "flow_prediction"):
         return "its scheduler does not use flow sigmas and flow prediction, which Wan needs"
-    if used := [key for key in OTHER_SIGMAS if scheduler.get(key)]:
+    if used := [key for key in UNUSUAL if scheduler.get(key)]:
         return f"its scheduler sets {used[0]}, which is not supported"
     return None

@@ -1,24 +1,24 @@
-"""Wan text-to-video as the diffusion runtime drives it; every detail is as in diffusers' ``WanPipeline``."""
+"""Wan as the diffusion runtime drives it, as in diffusers' ``WanPipeline`` and ``WanImageToVideoPipeline``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+from diffusers import AutoencoderKLWan
 from torch import nn
 
 from omni_core.checkpoint import Checkpoint
 from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageContext
 from omni_core.errors import ConfigError
-from omni_core.vllm.loading import load_weights, materialise
-from omni_plugin_wan22.family import read_layout
-from omni_plugin_wan22.request import WanRequest
-from omni_plugin_wan22.schedule import Expert, choose_experts, make_scheduler
+from omni_core.vllm.loading import load_weights
+from omni_plugin_wan22 import vae as video_vae
+from omni_plugin_wan22.conditioning import Condition, FirstFrame, GivenFrames, first_frame, given_frames
+from omni_plugin_wan22.family import Conditioning, WanLayout, read_layout
+from omni_plugin_wan22.request import WanGuidedRequest, WanRequest
+from omni_plugin_wan22.schedule import DMDSampler, Expert, Sampler, choose_experts, flow_sampler
 from omni_plugin_wan22.text import TextEncoder
 from omni_plugin_wan22.transformer import TransformerConfig, WanTransformer, checkpoint_name
 
@@ -33,8 +33,8 @@ class WanState(DiffusionState):
         latents: float32 [1, channels, frames, height, width] of the latent video.
         prompt: [1, tokens, width], the text embedding.
         negative: the same of the negative prompt, or ``None`` where the request runs without guidance.
-        scheduler: the request's own.
-        timesteps: int64 [steps], on the CPU.
+        condition: what its images become, or ``None`` with text alone.
+        sampler: the request's own.
         experts: the expert of each step.
         guidance: the guidance scale of each expert.
     """
@@ -43,8 +43,8 @@ class WanState(DiffusionState):
     latents: torch.Tensor
     prompt: torch.Tensor
     negative: torch.Tensor | None
-    scheduler: UniPCMultistepScheduler
-    timesteps: torch.Tensor
+    condition: Condition | None
+    sampler: Sampler
     experts: tuple[Expert, ...]
     guidance: tuple[float, float]
 
@@ -53,21 +53,27 @@ class WanState(DiffusionState):
         """The expert of the current step."""
         return self.experts[self.step]
 
+    @property
+    def video(self) -> torch.Tensor:
+        """The latents with the first frame that was given, if one was."""
+        condition = self.condition
+        return condition.impose(self.latents) if isinstance(condition, FirstFrame) else self.latents
+
+    @property
+    def network_input(self) -> torch.Tensor:
+        """float32 [1, in_channels, frames, height, width]."""
+        condition = self.condition
+        return condition.beside(self.latents) if isinstance(condition, GivenFrames) else self.video
+
 
 class WanModel(DiffusionModel[WanRequest, WanState]):
     """Text encoder, one or two experts, and the video VAE (always float32)."""
 
     def __init__(
-        self,
-        text: TextEncoder,
-        experts: Sequence[WanTransformer],
-        vae: AutoencoderKLWan,
-        scheduler_config: Mapping[str, Any],
+        self, text: TextEncoder, experts: Sequence[WanTransformer], vae: AutoencoderKLWan, layout: WanLayout
     ) -> None:
         super().__init__()
-        self.text, self.experts, self.vae = text, nn.ModuleList(experts), vae
-        self.scheduler_config = scheduler_config
-        self.num_train_timesteps = int(scheduler_config.get("num_train_timesteps", 1000))
+        self.text, self.experts, self.vae, self.layout = text, nn.ModuleList(experts), vae, layout
 
     @classmethod
     def load(cls, context: StageContext) -> WanModel:
@@ -79,29 +85,33 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         return cls(
             TextEncoder.load(context.checkpoint, context.device, context.dtype),
             [_load_expert(config, context.checkpoint / name, context) for name in layout.experts],
-            _load_vae(layout.vae, context.checkpoint / "vae", context.device),
-            layout.scheduler,
+            video_vae.load_vae(layout.vae, context.checkpoint / "vae", context.device),
+            layout,
         ).eval()
 
     def start(self, request: WanRequest) -> WanState:
-        guided = request.guidance_scale > 1.0
-        texts = [request.prompt, request.negative_prompt] if guided else [request.prompt]
+        texts = [request.prompt, *request.unwanted]
         embeddings = self.text.encode(texts, request.max_sequence_length)
-        scheduler = make_scheduler(self.scheduler_config, request.flow_shift, request.num_inference_steps)
-        timesteps = scheduler.timesteps
+        if request.seed is None:
+            raise ValueError("a request has its seed by the time it reaches a worker")
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        latents = self._noise(request, generator)
+        sampler = self._sampler(request, generator)
+        train = int(self.layout.scheduler.get("num_train_timesteps", 1000))
         return WanState(
             request=request,
-            num_steps=len(timesteps),
-            latents=self._noise(request),
+            num_steps=len(sampler.timesteps),
+            latents=latents,
             prompt=embeddings[:1],
-            negative=embeddings[1:] if guided else None,
-            scheduler=scheduler,
-            timesteps=timesteps,
-            experts=choose_experts(timesteps, request.expert_boundary, self.num_train_timesteps),
+            negative=embeddings[1:] if request.unwanted else None,
+            condition=self._condition(request),
+            sampler=sampler,
+            experts=choose_experts(sampler.timesteps, request.expert_boundary, train),
             guidance=request.guidance,
         )
 
     def batch_key(self, state: WanState) -> Hashable:
+        """With or without an image, at whatever timestep: a forward asks for equal shapes and one expert."""
         return tuple(state.latents.shape), state.expert, tuple(state.prompt.shape)
 
     def predict(self, states: Sequence[WanState]) -> list[torch.Tensor]:
@@ -112,12 +122,13 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         """
         expert = states[0].expert
         transformer = self.experts[expert]
-        guided = [state for state in states if state.negative is not None]
-        rows = [*states, *guided]
-        latents = torch.cat([state.latents for state in rows]).to(transformer.dtype)
-        timestep = torch.stack([state.timesteps[state.step] for state in rows]).to(latents.device)
-        text = torch.cat([*(state.prompt for state in states), *(s.negative for s in guided if s.negative is not None)])
-        velocity = transformer(latents, timestep, text)
+        guided = [i for i, state in enumerate(states) if state.negative is not None]
+        rows = [*range(len(states)), *guided]
+        inputs = [state.network_input.to(transformer.dtype) for state in states]
+        timesteps = _timesteps(states).to(inputs[0].device)
+        negatives = [state.negative for state in states if state.negative is not None]
+        text = torch.cat([*(state.prompt for state in states), *negatives])
+        velocity = transformer(torch.cat([inputs[i] for i in rows]), timesteps[rows], text)
         unconditional = iter(velocity[len(states) :].split(1))
         return [
             _guide(conditional, next(unconditional), state.guidance[expert])
@@ -127,43 +138,51 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         ]
 
     def advance(self, state: WanState, prediction: torch.Tensor) -> None:
-        timestep = state.timesteps[state.step]
-        state.latents = state.scheduler.step(prediction, timestep, state.latents, return_dict=False)[0]
+        state.latents = state.sampler.step(state.step, prediction, state.latents)
 
     def cost(self, state: WanState) -> float:
         """Positions of the latent video, once for each half of classifier-free guidance."""
         return state.latents.numel() * (1 if state.negative is None else 2)
 
     def decode(self, state: WanState) -> Iterator[torch.Tensor]:
-        """One latent frame a chunk: 1 video frame, then ``scale_factor_temporal`` each.
+        """One latent frame a chunk."""
+        return video_vae.decode(self.vae, state.video.to(self.vae.dtype))
 
-        The decoder is causal in time and carries what it needs of earlier frames in a cache, which is this iterator's
-        own; so the chunks joined are what the VAE's own ``decode`` gives.
-        """
-        vae = self.vae
-        latents = state.latents.to(vae.dtype)
-        mean, std = (
-            latents.new_tensor(values).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        latents = vae.post_quant_conv(latents / (1.0 / std) + mean)
-        cache: list[Any] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
-        for index, frame in enumerate(latents.split(1, dim=2)):
-            video = vae.decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=index == 0)
-            if vae.config.patch_size is not None:
-                video = unpatchify(video, patch_size=vae.config.patch_size)
-            yield (video[0].permute(1, 2, 3, 0).float() * 0.5 + 0.5).clamp(0, 1)
-
-    def _noise(self, request: WanRequest) -> torch.Tensor:
+    def _noise(self, request: WanRequest, generator: torch.Generator) -> torch.Tensor:
         """Standard normal latents, drawn on the CPU so that a seed means the same on every device."""
-        temporal, spatial = self.vae.config.scale_factor_temporal, self.vae.config.scale_factor_spatial
-        frames = (request.num_frames - 1) // temporal + 1
-        channels = self.experts[0].config.in_channels
-        shape = (1, channels, frames, request.height // spatial, request.width // spatial)
-        if request.seed is None:
-            raise ValueError("a request has its seed by the time it reaches a worker")
-        generator = torch.Generator("cpu").manual_seed(request.seed)
+        spatial = self.layout.spatial_scale
+        frames = (request.num_frames - 1) // self.layout.temporal_scale + 1
+        shape = (1, self.vae.config.z_dim, frames, request.height // spatial, request.width // spatial)
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(self.text.encoder.device)
+
+    def _sampler(self, request: WanRequest, generator: torch.Generator) -> Sampler:
+        if not isinstance(request, WanGuidedRequest):
+            return DMDSampler(generator)
+        return flow_sampler(
+            request.sample_solver, self.layout.scheduler, request.flow_shift, request.num_inference_steps
+        )
+
+    def _condition(self, request: WanRequest) -> Condition | None:
+        first, last = request.images
+        if first is None:
+            return None
+        if self.layout.conditioning == Conditioning.FIRST_FRAME:
+            return first_frame(self.vae, first, request.height, request.width)
+        return given_frames(self.vae, first, last, (request.num_frames, request.height, request.width))
+
+
+def _timesteps(states: Sequence[WanState]) -> torch.Tensor:
+    """float32 [states, 1], or [states, frames] where one of them has a given first frame."""
+    now = [float(state.sampler.timesteps[state.step]) for state in states]
+    if not any(isinstance(state.condition, FirstFrame) for state in states):
+        return torch.tensor(now)[:, None]
+    frames = states[0].latents.shape[2]
+    return torch.tensor(
+        [
+            state.condition.timesteps(t, frames) if isinstance(state.condition, FirstFrame) else [t] * frames
+            for state, t in zip(states, now, strict=True)
+        ]
+    )
 
 
 def _guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
@@ -176,11 +195,3 @@ def _load_expert(config: TransformerConfig, folder: Path, context: StageContext)
         transformer = WanTransformer(config, context.dtype, context.attention)
     load_weights(transformer, folder, checkpoint_name)
     return transformer
-
-
-def _load_vae(config: Mapping[str, Any], folder: Path, device: torch.device) -> AutoencoderKLWan:
-    with torch.device("meta"):
-        vae = AutoencoderKLWan.from_config(dict(config))
-    materialise(vae, device)
-    load_weights(vae, folder)
-    return vae

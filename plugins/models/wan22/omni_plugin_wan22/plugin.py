@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from omni_core.plugins.declarations import Cardinality, Combination, Modality, ModelFamily, Requirements, Support
 from omni_core.plugins.hookspecs import hookimpl
-from omni_core.plugins.predicates import ClassName
+from omni_core.plugins.predicates import AnyOf, ClassName
+from omni_plugin_wan22.family import PIPELINES
 
 
 @hookimpl
@@ -25,8 +26,8 @@ def omni_model_families() -> list[ModelFamily]:
     return [
         ModelFamily(
             name="wan22",
-            matches=ClassName("WanPipeline"),
-            inputs=(Cardinality(Modality.TEXT),),
+            matches=AnyOf(*(ClassName(name) for name in PIPELINES)),
+            inputs=(Cardinality(Modality.TEXT), Cardinality(Modality.IMAGE, 0, 2)),
             outputs=(Cardinality(Modality.VIDEO),),
             pipeline="omni_plugin_wan22.family:pipeline",
             request="omni_plugin_wan22.request:request",

@@ -2,11 +2,16 @@
 
     latents --patches--> tokens --[ self-attention, text cross-attention, feed-forward ] x layers--> tokens --> latents
 
-Every block is modulated by the timestep (adaptive layer norm with gates, as in DiT). The computation and its dtypes
-follow ``WanTransformer3DModel`` of diffusers (``models/transformers/transformer_wan.py``): matrix products in the
-model's dtype; layer norms, modulation, rotary embedding and residual gates in float32.
+Every block is modulated by the timestep (adaptive layer norm with gates, as in DiT). A video has one timestep, or one
+for each of its frames: Wan2.2 TI2V-5B holds a given first frame at 0. The modulation has as many rows as timesteps and
+is broadcast over tokens, so that it never takes as much memory or time as the tokens themselves do.
 
-Shapes: B videos, S = frames * rows * columns of patches, T text tokens, D = heads * head_dim, H heads of this rank.
+The computation and its dtypes follow ``WanTransformer3DModel`` of diffusers
+(``models/transformers/transformer_wan.py``): matrix products in the model's dtype; layer norms, modulation, rotary
+embedding and residual gates in float32.
+
+Shapes: B videos, S = frames * rows * columns of patches, G timesteps of a video (1 or its frames), T text tokens,
+D = heads * head_dim, H heads of this rank.
 """
 
 from __future__ import annotations
@@ -125,6 +130,16 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.float(), x.shape[-1:], self.weight, self.bias, self.eps)
 
 
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``x * (1 + scale) + shift`` of ``x`` [B, S, D], each of the G equal runs of tokens by its own [B, G, 1, D]."""
+    return torch.addcmul(shift, x.unflatten(1, (shift.shape[1], -1)), 1 + scale).flatten(1, 2)
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``x * gate``, shaped as in ``modulate``."""
+    return (x.unflatten(1, (gate.shape[1], -1)) * gate).flatten(1, 2)
+
+
 class AcrossHeadsRMSNorm(nn.Module):
     """RMS norm over all heads together, of which this rank holds ``dim / ranks`` channels.
 
@@ -218,15 +233,15 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, text: torch.Tensor, modulation: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """``x``: [B, S, D]; ``text``: [B, T, D]; ``modulation``: [B, 6, D] (shift, scale and gate, twice)."""
-        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + modulation.float()).chunk(
-            6, dim=1
+        """``x``: [B, S, D]; ``text``: [B, T, D]; ``modulation``: [B, G, 6, D] (shift, scale and gate, twice)."""
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + modulation.float()).split(
+            1, dim=2
         )
-        attended = self.attn1((self.norm1(x) * (1 + scale) + shift).type_as(x), cos, sin)
-        x = (x.float() + attended * gate).type_as(x)
+        attended = self.attn1(modulate(self.norm1(x), shift, scale).type_as(x), cos, sin)
+        x = (x.float() + gated(attended, gate)).type_as(x)
         x = x + self.attn2(self.norm2(x).type_as(x), text)
-        fed = self.ffn((self.norm3(x) * (1 + ffn_scale) + ffn_shift).type_as(x))
-        return (x.float() + fed.float() * ffn_gate).type_as(x)
+        fed = self.ffn(modulate(self.norm3(x), ffn_shift, ffn_scale).type_as(x))
+        return (x.float() + gated(fed.float(), ffn_gate)).type_as(x)
 
 
 class TimeEmbedder(nn.Module):
@@ -239,10 +254,10 @@ class TimeEmbedder(nn.Module):
         self.linear_2 = ReplicatedLinear(dim, dim, params_dtype=torch.float32, return_bias=False)
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
-        """[B] to float32 [B, D]. Frequencies fall from 1 to 1/10000, cosines first."""
+        """[B, G] to float32 [B, G, D]. Frequencies fall from 1 to 1/10000, cosines first."""
         half = self.freq_dim // 2
         exponents = torch.arange(half, dtype=torch.float32, device=timestep.device) / half
-        angles = timestep[:, None].float() * torch.exp(-math.log(10000) * exponents)
+        angles = timestep[..., None].float() * torch.exp(-math.log(10000) * exponents)
         return self.linear_2(F.silu(self.linear_1(torch.cat([angles.cos(), angles.sin()], dim=-1))))
 
 
@@ -268,7 +283,7 @@ class ConditionEmbedder(nn.Module):
         self.text_embedder = TextEmbedder(config.text_dim, config.dim, dtype)
 
     def forward(self, timestep: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns time embedding [B, D], modulation of the blocks [B, 6, D] and text [B, T, D]."""
+        """Returns time embedding [B, G, D], modulation of the blocks [B, G, 6, D] and text [B, T, D]."""
         time = self.time_embedder(timestep).type_as(text)
         return time, self.time_proj(F.silu(time)).unflatten(-1, (6, -1)), self.text_embedder(text)
 
@@ -292,7 +307,7 @@ class PatchEmbedding(nn.Module):
 
 
 class WanTransformer(nn.Module):
-    """One expert of a Wan checkpoint, text-conditioned.
+    """One expert of a Wan checkpoint; what it knows of an image is in its latents (Wan 2.2), not in its text (2.1).
 
     Raises:
         ConfigError: the tensor-parallel size does not divide the heads or the feed-forward's channels.
@@ -317,7 +332,8 @@ class WanTransformer(nn.Module):
 
         Args:
             latents: [B, in_channels, frames, height, width] in the model's dtype; sizes are multiples of the patch.
-            timestep: [B], of the 1000 that the model was trained on; each video may be at its own.
+            timestep: [B, 1], of the 1000 that the model was trained on, each video at its own; or [B, frames of
+                patches], each frame at its own.
             text: [B, T, text_dim] in the model's dtype.
 
         Returns:
@@ -330,8 +346,8 @@ class WanTransformer(nn.Module):
         time, modulation, text = self.condition_embedder(timestep, text)
         for block in self.blocks:
             x = block(x, text, modulation, cos, sin)
-        shift, scale = (self.scale_shift_table + time[:, None]).chunk(2, dim=1)
-        x = self.proj_out((self.norm_out(x) * (1 + scale) + shift).type_as(x))
+        shift, scale = (self.scale_shift_table + time[:, :, None]).split(1, dim=2)
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale).type_as(x))
         return self._unpatch(x, grid)
 
     def _unpatch(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:

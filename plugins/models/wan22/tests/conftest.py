@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -24,37 +25,67 @@ def parallel():
         yield config
 
 
-def _write(folder: Path, **options) -> Path:
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory):
+    """A kind of checkpoint, and what else ``build_pipeline`` takes, to the folder where it was saved."""
     from omni_plugin_wan22.checkpoints import write_checkpoint
 
-    return write_checkpoint(folder, **options)
+    @functools.cache
+    def write(kind: str, **options) -> Path:
+        return write_checkpoint(tmp_path_factory.mktemp("wan") / kind, kind=kind, **options)
+
+    return write
 
 
 @pytest.fixture(scope="session")
-def two_experts(tmp_path_factory) -> Path:
-    return _write(tmp_path_factory.mktemp("wan") / "two-experts")
+def model_of(parallel, checkpoint_of):
+    """What ``checkpoint_of`` takes, or a folder, to the loaded model."""
+
+    @functools.cache
+    def load(kind: str | Path, **options):
+        from omni_core.diffusion.contract import StageContext
+        from omni_plugin_wan22.model import WanModel
+
+        folder = kind if isinstance(kind, Path) else checkpoint_of(kind, **options)
+        return WanModel.load(StageContext(folder, torch.device("cpu"), torch.float32, wan22_support.sdpa))
+
+    return load
 
 
 @pytest.fixture(scope="session")
-def one_expert(tmp_path_factory) -> Path:
-    return _write(tmp_path_factory.mktemp("wan") / "one-expert", experts=1)
+def parser_of(checkpoint_of):
+    """What ``checkpoint_of`` takes, or a folder, to a function from fields to a request."""
 
+    @functools.cache
+    def build(kind: str | Path, **options):
+        from omni_core.checkpoint import Checkpoint
+        from omni_core.requests import parse_request
+        from omni_plugin_wan22.request import request
 
-def _load(folder: Path):
-    from omni_core.diffusion.contract import StageContext
-    from omni_plugin_wan22.model import WanModel
+        model = request(Checkpoint(kind if isinstance(kind, Path) else checkpoint_of(kind, **options)))
+        return lambda **fields: parse_request(model, fields)
 
-    return WanModel.load(StageContext(folder, torch.device("cpu"), torch.float32, wan22_support.sdpa))
+    return build
 
 
 @pytest.fixture(scope="session")
-def model(parallel, two_experts):
-    return _load(two_experts)
+def two_experts(checkpoint_of) -> Path:
+    return checkpoint_of("t2v-a14b")
 
 
 @pytest.fixture(scope="session")
-def one_expert_model(parallel, one_expert):
-    return _load(one_expert)
+def one_expert(checkpoint_of) -> Path:
+    return checkpoint_of("t2v-2.1")
+
+
+@pytest.fixture(scope="session")
+def model(model_of):
+    return model_of("t2v-a14b")
+
+
+@pytest.fixture(scope="session")
+def one_expert_model(model_of):
+    return model_of("t2v-2.1")
 
 
 @pytest.fixture
@@ -73,21 +104,11 @@ def one_expert_reference():
 
 
 @pytest.fixture(scope="session")
-def parse(two_experts):
+def parse(parser_of):
     """Fields to a request of the checkpoint with two experts."""
-    from omni_core.checkpoint import Checkpoint
-    from omni_core.requests import parse_request
-    from omni_plugin_wan22.request import request
-
-    kind = request(Checkpoint(two_experts))
-    return lambda **fields: parse_request(kind, fields)
+    return parser_of("t2v-a14b")
 
 
 @pytest.fixture(scope="session")
-def parse_one(one_expert):
-    from omni_core.checkpoint import Checkpoint
-    from omni_core.requests import parse_request
-    from omni_plugin_wan22.request import request
-
-    kind = request(Checkpoint(one_expert))
-    return lambda **fields: parse_request(kind, fields)
+def parse_one(parser_of):
+    return parser_of("t2v-2.1")

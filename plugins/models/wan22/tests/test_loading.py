@@ -50,7 +50,7 @@ def output(transformer):
     generator = torch.Generator().manual_seed(0)
     latents, text = torch.randn(1, 16, 1, 4, 4, generator=generator), torch.randn(1, 5, 32, generator=generator)
     with torch.inference_mode():
-        return transformer(latents, torch.tensor([500]), text)
+        return transformer(latents, torch.tensor([[500.0]]), text)
 
 
 def change(folder, edit):

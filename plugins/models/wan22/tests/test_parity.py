@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import pytest
 import torch
-from wan22_support import BASE, ONE_EXPERT, TWO_EXPERTS, generate, generate_together, perturbed, reference_video
-
-TOLERANCE = 1e-5
-"""Float32 on CPU, videos in [0, 1]. Measured: 7e-7 at most."""
-FAR = 1000 * TOLERANCE
-"""What a mistake must change at least, so that the tolerance means something. Measured: 0.04 at least."""
-
-
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape and a.dtype == b.dtype == np.float32
-    return float(np.abs(a - b).max())
+from wan22_support import (
+    BASE,
+    FAR,
+    ONE_EXPERT,
+    TOLERANCE,
+    TWO_EXPERTS,
+    difference,
+    generate,
+    generate_together,
+    perturbed,
+    reference_video,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_requests_that_share_forwards_are_as_they_are_alone(model, reference, pa
 def test_predict_leaves_the_states_alone(model, parse):
     with torch.inference_mode():
         states = [model.start(parse(**TWO_EXPERTS)), model.start(parse(**{**TWO_EXPERTS, "seed": 8}))]
-        before = [(s.latents.clone(), s.step, s.scheduler.step_index) for s in states]
+        before = [(s.latents.clone(), s.step, s.sampler.scheduler.step_index) for s in states]
         first, second = model.predict(states), model.predict(states)
     for state, (latents, step, index) in zip(states, before, strict=True):
-        assert torch.equal(state.latents, latents) and (state.step, state.scheduler.step_index) == (step, index)
+        assert torch.equal(state.latents, latents) and (state.step, state.sampler.scheduler.step_index) == (step, index)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -95,7 +95,7 @@ def test_requests_at_different_experts_have_different_keys(model, parse):
         state.step = step
         keys.append(model.batch_key(state))
     assert len(set(keys)) == 2
-    assert [t >= 875 for t in state.timesteps.tolist()] == [key == keys[0] for key in keys]
+    assert [t >= 875 for t in state.sampler.timesteps.tolist()] == [key == keys[0] for key in keys]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_defaults_of_two_experts(parse):
         "guidance_scale_2": None,
         "boundary_ratio": 0.875,
         "flow_shift": 3.0,
+        "sample_solver": "unipc",
         "max_sequence_length": 512,
         "seed": None,
     }

@@ -14,7 +14,7 @@ TOLERANCE = 5e-6
 def _inputs():
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, 16, 3, 4, 6, generator=generator)
-    return latents, torch.tensor([999, 3]), torch.randn(2, 11, 32, generator=generator)
+    return latents, torch.tensor([[999.0], [3.0]]), torch.randn(2, 11, 32, generator=generator)
 
 
 def _run(checkpoint: Path) -> torch.Tensor:

@@ -36,12 +36,13 @@ def load(parallel, two_experts):
 def inputs(shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     latents = torch.randn(shape, generator=generator)
-    timestep = torch.tensor([999, 500, 3])[: shape[0]]
+    timestep = torch.tensor([[999.0], [500.0], [3.0]])[: shape[0]]
     return latents, timestep, torch.randn(shape[0], 11, 32, generator=generator)
 
 
 def run_reference(module, latents, timestep, text):
     with torch.inference_mode():
+        timestep = timestep.flatten()
         return module(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
 
 
