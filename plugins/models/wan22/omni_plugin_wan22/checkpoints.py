@@ -92,7 +92,9 @@ def build_pipeline(
         vae = _build_vae(wanted)
         count = 1 if wanted.boundary_ratio is None else 2
         transformers = [_build_transformer(head_dim, wanted) for _ in range(count)]
-    for module in (text_encoder, *transformers):
+    # As diffusers initialises it, the encoder hardly sees its input; the decoder does, and with so few channels another
+    # would amplify rounding.
+    for module in (text_encoder, *transformers, vae.encoder, vae.quant_conv):
         _randomise(module, generator)
     builder = WanImageToVideoPipeline if wanted.class_name == "WanImageToVideoPipeline" else WanPipeline
     pipeline = builder(
@@ -180,9 +182,9 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> None:
                 noise = torch.randn(parameter.shape, generator=generator)
                 if name == "bias":
                     parameter.copy_(noise * 0.1)
-                elif isinstance(layer, nn.Linear | nn.Conv3d):
+                elif isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d):
                     parameter.copy_(noise * GAIN / math.sqrt(parameter[0].numel()))
-                elif parameter.dim() == 1:
+                elif parameter.dim() == 1 or name == "gamma":
                     parameter.copy_(1 + noise * 0.1)
                 else:
                     parameter.copy_(noise)
