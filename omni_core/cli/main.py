@@ -50,7 +50,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from omni_core.cli import doctor, plugins
+    from omni_core.cli import bench, doctor, plugins
 
     parser = argparse.ArgumentParser(prog="omni", description="Serve omni-modality models on stock vLLM.")
     parser.add_argument("-v", "--version", action="store_true", help="print the versions of omni-core and vLLM")
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers.add_parser("serve", help="serve a model over HTTP (omni serve --help)", add_help=False)
     plugins.add_parser(subparsers)
     doctor.add_parser(subparsers)
+    bench.add_parser(subparsers)
     return parser
 
 

@@ -1,0 +1,211 @@
+"""``omni bench video``: put load on a server with OpenAI's videos API and measure what a client sees."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import omni_core
+from omni_core.cli.plugins import print_table
+from omni_core.errors import ConfigError, MissingPlugin
+
+if TYPE_CHECKING:
+    from omni_core.bench.client import Target
+    from omni_core.bench.load import Run
+    from omni_core.bench.workload import Workload
+    from omni_core.cli.plugins import Subparsers
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add ``omni bench`` to the command line."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="put load on a server and measure it",
+        description="Put load on any server with OpenAI's videos API, and measure what a client sees of it.",
+    )
+    parser.add_argument("what", choices=("video",), help="which API to measure")
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``omni bench video``."""
+    _add_server(parser.add_argument_group("server"))
+    _add_workload(parser.add_argument_group("workload"))
+    _add_measurement(parser.add_argument_group("measurement"))
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--base-url", metavar="URL", default="http://127.0.0.1:8000", help="The server, with or without /v1.")
+    add("--api-key", metavar="KEY", help="Sent as a bearer token; never written to a file.")
+    add("--model", metavar="NAME", help="A served name; left out of the requests where absent.")
+    add("--mode", choices=("jobs", "sync"), default="jobs", help="Jobs that are polled, or /v1/videos/sync.")
+    add("--body", choices=("form", "json"), default="form", help="How requests are sent: multipart form or JSON.")
+    add("--timeout", type=_positive, metavar="S", default=600.0, help="Seconds for one request, to its last byte.")
+    add(
+        "--poll-interval",
+        type=_positive,
+        metavar="S",
+        default=0.1,
+        help="Seconds between two looks at a job, at least 0.05; latency and queue are measured that finely.",
+    )
+
+
+def _add_workload(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-requests", type=_count, metavar="N", default=10, help="Requests in each run.")
+    add(
+        "--concurrency",
+        type=_count,
+        metavar="N",
+        nargs="+",
+        help="Most requests under way at once; several values: a run for each. 1, or no bound with --request-rate.",
+    )
+    add(
+        "--request-rate",
+        type=_positive,
+        metavar="R",
+        default=math.inf,
+        help="Requests per second, Poisson; inf: as fast as --concurrency lets them go.",
+    )
+    add(
+        "--size",
+        metavar="WxH",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="Width and height. Several are drawn in turn or, as in 832x480:3, by weight. Can be repeated.",
+    )
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--num-frames", type=_count, metavar="N", help="Frames of each video.")
+    length.add_argument("--seconds", type=_positive, metavar="S", help="Duration of each video.")
+    add("--num-inference-steps", type=_count, metavar="N", help="Denoising steps of each request.")
+    add(
+        "--field",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="A further field of every request; the value is JSON, or else a string. Can be repeated.",
+    )
+    add("--prompt-file", type=Path, metavar="FILE", help="Prompts, one a line, used in turn.")
+    add("--seed", type=int, metavar="N", help="Seed of the draws; request i asks for seed N+i. None is sent if absent.")
+
+
+def _add_measurement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-warmups", type=_whole, metavar="N", default=1, help="Requests for each size before the first run.")
+    add(
+        "--check",
+        type=_whole,
+        metavar="N",
+        default=2,
+        help="Files of each size that are decoded after a run; the header of every file is looked at anyway.",
+    )
+    add("--json", type=Path, metavar="FILE", help="Write figures and a row for each request.")
+    add("--allow-failures", action="store_true", help="Exit with 0 although requests failed.")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be 0 or more")
+    return value
+
+
+def _count(text: str) -> int:
+    value = _whole(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 must be 1 or more")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print. 0 if no request failed, or failures are allowed, else 1.
+
+    Raises:
+        ConfigError: an option has a wrong value.
+        BenchError: the warm-up failed.
+    """
+    if importlib.util.find_spec("httpx") is None:
+        raise MissingPlugin("omni bench needs httpx; run: pip install httpx")
+    from omni_core.bench.load import measure
+
+    target, workload = _target(args), _workload(args)
+    bounds = args.concurrency or ([None] if math.isfinite(args.request_rate) else [1])
+    started_at = time.time()
+    measuring = measure(
+        target,
+        workload,
+        concurrency=bounds,
+        warm_up=args.num_warmups,
+        check_each=args.check,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    runs = asyncio.run(measuring)
+    _print(runs)
+    if args.json is not None:
+        from omni_core.bench.report import write_json
+
+        write_json(args.json, _about(target, workload, started_at), runs)
+    failed = any(row.failure is not None for run in runs for row in run.rows)
+    return 1 if failed and not args.allow_failures else 0
+
+
+def _target(args: argparse.Namespace) -> Target:
+    from omni_core.bench.client import MIN_POLL_INTERVAL, Target
+
+    if args.poll_interval < MIN_POLL_INTERVAL:
+        raise ConfigError(f"--poll-interval {args.poll_interval:g} must be at least {MIN_POLL_INTERVAL:g} s")
+    if not args.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {args.base_url!r} must begin with http:// or https://")
+    return Target(args.base_url, args.api_key, args.mode, args.body, args.timeout, args.poll_interval)
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    from omni_core.bench.workload import PROMPTS, Workload, parse_field, parse_size, read_prompts
+
+    fields: dict[str, Any] = dict(map(parse_field, args.field))
+    return Workload(
+        num_requests=args.num_requests,
+        model=args.model,
+        sizes=[parse_size(text) for text in args.size],
+        num_frames=args.num_frames,
+        seconds=args.seconds,
+        num_inference_steps=args.num_inference_steps,
+        fields=fields,
+        prompts=PROMPTS if args.prompt_file is None else read_prompts(args.prompt_file),
+        seed=args.seed,
+        request_rate=args.request_rate,
+    )
+
+
+def _about(target: Target, workload: Workload, started_at: float) -> dict[str, Any]:
+    """What was measured, for the JSON file: everything but the key."""
+    server = {name: value for name, value in asdict(target).items() if name != "api_key"}
+    asked = asdict(workload)
+    if math.isinf(workload.request_rate):
+        asked["request_rate"] = "inf"  # JSON has no number for it
+    return {"omni_core": omni_core.__version__, "started_at": started_at, "server": server, "workload": asked}
+
+
+def _print(runs: list[Run]) -> None:
+    from omni_core.bench.report import failures, table
+
+    print_table(*table(runs), "Nothing was measured.")
+    if failed := failures(runs):
+        print_table(("failure", "requests", "the first says"), failed, "")
