@@ -26,7 +26,9 @@ def edit(file, **values):
 
 def test_the_declared_family_claims_the_checkpoint(folder):
     (family,) = plugin.omni_model_families()
-    assert family.matches.specificity(Checkpoint(folder)) == 1
+    for name in ("WanPipeline", "WanImageToVideoPipeline", "WanDMDPipeline"):
+        edit(folder / "model_index.json", _class_name=name)
+        assert family.matches.specificity(Checkpoint(folder)) == 1
     edit(folder / "model_index.json", _class_name="WanVACEPipeline")
     assert family.matches.specificity(Checkpoint(folder)) is None
 
@@ -47,6 +49,34 @@ def test_two_experts_are_read(folder):
     assert pipeline(Checkpoint(folder)).stage.name == "diffusion"
 
 
+@pytest.mark.parametrize(
+    ("kind", "conditioning", "image_required", "few_steps"),
+    [
+        ("t2v-2.1", "text", False, False),
+        ("ti2v-5b", "first-frame", False, False),
+        ("i2v-a14b", "channels", True, False),
+        ("dmd", "text", False, True),
+    ],
+)
+def test_what_a_network_takes_is_read(checkpoint_of, kind, conditioning, image_required, few_steps):
+    layout = read_layout(Checkpoint(checkpoint_of(kind)))
+    assert (layout.conditioning, layout.image_required, layout.few_steps) == (conditioning, image_required, few_steps)
+
+
+def test_the_image_pipeline_of_per_token_timesteps_needs_an_image(checkpoint_of, tmp_path):
+    folder = shutil.copytree(checkpoint_of("ti2v-5b"), tmp_path / "copy")
+    edit(folder / "model_index.json", _class_name="WanImageToVideoPipeline")
+    layout = read_layout(Checkpoint(folder))
+    assert layout.conditioning == "first-frame" and layout.image_required
+
+
+def test_few_steps_with_per_token_timesteps_take_text(checkpoint_of, tmp_path):
+    folder = shutil.copytree(checkpoint_of("ti2v-5b"), tmp_path / "copy")
+    edit(folder / "model_index.json", _class_name="WanDMDPipeline")
+    layout = read_layout(Checkpoint(folder))
+    assert layout.conditioning == "text" and layout.few_steps
+
+
 def test_without_a_boundary_there_is_one_expert(folder):
     """As in ``WanPipeline``, which never calls ``transformer_2`` where ``boundary_ratio`` is null."""
     edit(folder / "model_index.json", boundary_ratio=None)
@@ -58,11 +88,18 @@ def test_without_a_boundary_there_is_one_expert(folder):
     [
         ("transformer/config.json", {"in_channels": 36}, "takes 36 channels and the VAE gives 16"),
         ("transformer/config.json", {"image_dim": 1280}, "CLIP image encoder .image_dim is set"),
+        ("model_index.json", {"_class_name": "WanImageToVideoPipeline"}, "takes 16 channels; noise, mask.*have 36"),
+        ("model_index.json", {"_class_name": "WanDMDPipeline"}, "distilled to few steps and has two experts"),
         ("transformer_2/config.json", {"num_layers": 2}, "differ in num_layers"),
         ("scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler"}, "scheduler is DDIMScheduler"),
         ("scheduler/scheduler_config.json", {"use_flow_sigmas": False}, "does not use flow sigmas"),
         ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}, "flow prediction"),
         ("scheduler/scheduler_config.json", {"use_karras_sigmas": True}, "sets use_karras_sigmas"),
+        (
+            "scheduler/scheduler_config.json",
+            {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True},
+            "sets use_dynamic_shifting",
+        ),
     ],
 )
 def test_what_is_not_served_yet_says_why(folder, file, values, reason):

@@ -55,6 +55,20 @@ def test_float32_equals_the_reference(load, reference, shape):
     assert (ours - expected).abs().max() <= 5e-6 * expected.abs().max()
 
 
+def test_timesteps_per_frame_equal_the_references_per_token(load, reference):
+    latents, _, text = inputs(SHAPES[1])
+    per_frame = torch.tensor([[0.0, 700.0, 700.0], [999.0, 999.0, 999.0]])
+    per_token = per_frame.repeat_interleave(2 * 3, dim=1)
+    transformer = load(torch.float32)
+    with torch.inference_mode():
+        ours = transformer(latents, per_frame, text)
+        second = transformer(latents[1:], torch.tensor([[999.0]]), text[1:])
+        expected = reference(latents, per_token, text, return_dict=False)[0]
+    assert (ours - expected).abs().max() <= 5e-6 * expected.abs().max()
+    assert (ours[1:] - second).abs().max() <= 5e-6 * expected.abs().max()
+    assert (ours[:1] - run_reference(reference, latents, torch.tensor([[700.0], [999.0]]), text)[:1]).abs().max() > 0.01
+
+
 def test_bfloat16_is_as_near_to_float32_as_the_reference_is(load, reference):
     """The islands of float32 (time embedding, modulation, norms) are the reference's, so the error is of its size."""
     latents, timestep, text = inputs(SHAPES[1])
