@@ -134,8 +134,8 @@ def test_a_sweep_over_our_server(toy_server, bench):
 @pytest.mark.serve
 def test_requests_of_one_size_share_forwards(toy_server, bench):
     status, result, _ = bench(
-        toy_server.url, "--num-requests", "4", "--concurrency", "2", "--num-inference-steps", "10",
-        "--field", "step_seconds=0.05", "--num-warmups", "0",
+        toy_server.url, "--num-requests", "4", "--concurrency", "2", "--num-inference-steps", "4",
+        "--field", "step_seconds=0.1", "--num-warmups", "0",
     )  # fmt: skip
 
     assert status == 0

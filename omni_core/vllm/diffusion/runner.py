@@ -12,12 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger(__name__)
+
+RANK_TIMEOUT = timedelta(seconds=30)
+"""How long a rank that failed waits for the others to have failed too."""
 
 T = TypeVar("T")
 
@@ -224,10 +228,33 @@ class DiffusionModelRunner:
         return value
 
     def _fail(self, phase: Phase, requests: Sequence[RunningRequest], error: Exception) -> None:
+        """Make ``error``, which the model raised, the end of ``requests``."""
+        self._confirm(phase, error)
+        self._record(phase, requests, error)
+
+    def _record(self, phase: Phase, requests: Sequence[RunningRequest], error: Exception) -> None:
         logger.error("stage %s: a request failed in %s", self.settings.stage, phase, exc_info=error)
         for request in requests:
             request.error = f"{phase} failed: {type(error).__name__}: {error}"
             request.drop()
+
+    def _confirm(self, phase: Phase, error: Exception) -> None:
+        """With several ranks: make sure that all of them failed here, or end this one.
+
+        What a request does wrong it does on every rank, before any of them waits for another. A rank that fails alone
+        (out of memory, say) leaves the others waiting inside a collective; it ends, the engine with it, and the stage
+        is started again.
+
+        Raises:
+            RuntimeError: another rank did not fail within ``RANK_TIMEOUT``.
+        """
+        if self.vllm_config.parallel_config.world_size == 1:
+            return
+        try:
+            torch.distributed.monitored_barrier(get_world_group().cpu_group, RANK_TIMEOUT)
+        except RuntimeError as alone:
+            logger.error("stage %s: rank %d failed alone in %s", self.settings.stage, self.rank, phase, exc_info=error)
+            raise RuntimeError(f"rank {self.rank} failed alone in {phase}: {error}") from alone
 
     def _start(self, request_id: str, request: RunningRequest) -> None:
         parsed = parse_request(self.request_model, request.job.request)
@@ -257,6 +284,7 @@ class DiffusionModelRunner:
             predictions = self.model.predict(states)
         except Exception as error:
             if len(group) > 1:
+                self._confirm("denoise", error)
                 logger.warning("stage %s: a batch of %d failed, running each alone", self.settings.stage, len(group))
                 for request in group:
                     self._denoise_group([request])
@@ -275,28 +303,39 @@ class DiffusionModelRunner:
         state.step += 1
 
     def _decode(self, requests: Mapping[str, RunningRequest]) -> None:
-        """Decode one chunk of the request that has waited longest for its frames, and write it."""
+        """Decode one chunk of the request that was admitted first of those that wait for frames, and write it."""
         decoding = [(i, r) for i, r in requests.items() if r.decoding]
-        if decoding:
-            self._timed("decode", [decoding[0][1]], self._decode_chunk, *decoding[0])
+        if not decoding:
+            return
+        request_id, request = decoding[0]
+        chunk = self._timed("decode", [request], self._next_chunk, request_id, request)
+        if chunk is not None and self.rank == 0:
+            try:
+                self._write(request_id, request, chunk)
+            except (OSError, ValueError) as error:  # of this rank alone: the others have nothing to write
+                self._record("decode", [request], error)
 
-    def _decode_chunk(self, request_id: str, request: RunningRequest) -> None:
+    def _next_chunk(self, request_id: str, request: RunningRequest) -> torch.Tensor:
         assert request.state is not None
         if request.chunks is None:
             self.shares.leave(request_id)
             request.chunks = iter(self.model.decode(request.state))
-            dtype = np.uint8 if request.job.frame_type == "uint8" else np.float32
-            if self.rank == 0:
-                frames = request.state.request.num_frames
-                request.writer = ResultWriter(self.settings.results, request_id, frames, dtype)
         chunk = next(request.chunks, None)
-        frames = request.state.request.num_frames
         if chunk is None:
-            raise ValueError(f"decode ended after {request.decoded} of {frames} frames")
+            raise ValueError(f"decode ended after {request.decoded} of {request.state.request.num_frames} frames")
         request.decoded += len(chunk)
-        if request.writer is not None:
-            if request.job.frame_type == "uint8":
-                chunk = chunk.mul(255).round_().clamp_(0, 255).to(torch.uint8)
-            request.writer.append(chunk.cpu().numpy())
-        if request.decoded >= frames:
-            request.result = str(request.writer.finish()) if request.writer is not None else "on rank 0"
+        if self.rank != 0 and request.decoded >= request.state.request.num_frames:
+            request.result = "on rank 0"
+        return chunk
+
+    def _write(self, request_id: str, request: RunningRequest, chunk: torch.Tensor) -> None:
+        assert request.state is not None
+        if request.job.frame_type == "uint8":
+            chunk = chunk.mul(255).round_().clamp_(0, 255).to(torch.uint8)
+        frames = chunk.cpu().numpy()
+        if request.writer is None:
+            num_frames = request.state.request.num_frames
+            request.writer = ResultWriter(self.settings.results, request_id, num_frames, frames.dtype)
+        request.writer.append(frames)
+        if request.decoded >= request.writer.num_frames:
+            request.result = str(request.writer.finish())
