@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "models" / "wan22")]
 
+from omni_core.cli.bench import add_options as add_bench_options  # noqa: E402
 from omni_core.cli.options import add_options  # noqa: E402
 from omni_core.config import arguments_table  # noqa: E402
 from omni_core.config.features import FEATURES  # noqa: E402
@@ -141,6 +142,20 @@ def own_options(argument: str) -> str:
     return table(("flag", "meaning"), rows)
 
 
+def bench_options(argument: str) -> str:
+    """The options of ``omni bench video``."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_bench_options(parser)
+    rows = []
+    for action in parser._actions:
+        value = "\\|".join(action.choices) if action.choices else action.metavar
+        more = " ..." if action.nargs == "+" else ""
+        flag = f"`{action.option_strings[0]}{f' {value}{more}' if value else ''}`"
+        default = "" if action.default in (None, False, []) else f"`{action.default}`"
+        rows.append((flag, default, action.help or ""))
+    return table(("option", "default", "meaning"), rows)
+
+
 def engine_arguments(argument: str) -> str:
     """Engine arguments that a diffusion stage takes."""
     names = sorted(arguments_table.DIFFUSION)
@@ -212,6 +227,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 PARTS: Mapping[str, Callable[[str], str]] = {
+    "bench-options": bench_options,
     "code": code,
     "engine-arguments": engine_arguments,
     "features": features,
