@@ -28,21 +28,22 @@ BUILT_IN = ("toy", "tiny-wan")
 
 
 @contextmanager
-def checkpoint(name: str) -> Iterator[Path]:
-    """The folder of a checkpoint: ``toy`` and ``tiny-wan`` are made for the occasion, anything else is a path."""
+def checkpoints(names: Sequence[str]) -> Iterator[list[Path]]:
+    """The folders of checkpoints: ``toy`` and ``tiny-wan`` are made for the occasion, anything else is a path.
+
+    All at once and before anything of Omni is used, since a process sees one set of plugins for all of its life.
+    """
     with tempfile.TemporaryDirectory(prefix="omni-benchmark-") as text:
         folder = Path(text)
-        if name == "toy":
+        if "toy" in names:
             install_toy(folder / "site")
-            (folder / "model").mkdir()
-            (folder / "model" / "model_index.json").write_text(TOY_INDEX)
-            yield folder / "model"
-        elif name == "tiny-wan":
+            (folder / "toy").mkdir()
+            (folder / "toy" / "model_index.json").write_text(TOY_INDEX)
+        if "tiny-wan" in names:
             from omni_plugin_wan22.checkpoints import write_checkpoint
 
-            yield write_checkpoint(folder / "model")
-        else:
-            yield Path(name)
+            write_checkpoint(folder / "tiny-wan")
+        yield [folder / name if name in BUILT_IN else Path(name) for name in names]
 
 
 def install_toy(site: Path) -> None:

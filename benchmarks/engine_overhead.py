@@ -16,13 +16,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import (
     BUILT_IN,
     bare_step,
-    checkpoint,
+    checkpoints,
     finish,
     load_bare,
     median,
@@ -95,28 +96,26 @@ async def engine_round(engine: Any, requests: Sequence[Any]) -> tuple[float, flo
     return median(figures), median(model)
 
 
-async def measure(name: str, executor: str, arguments: argparse.Namespace) -> list[Case]:
+async def measure(folder: Path, executor: str, arguments: argparse.Namespace) -> list[Case]:
     """Alternate bare and engine rounds of one model and executor, for each number of requests."""
     from omni_core.api import AsyncOmni
 
     most = max(arguments.requests)
-    with checkpoint(name) as folder:
-        async with AsyncOmni(folder, distributed_executor_backend=executor, max_num_seqs=most) as omni:
-            model = load_bare(omni.resolved)
-            fields = request_fields(arguments, arguments.steps)
-            cases = [Case(name if name in BUILT_IN else folder.name, executor, n) for n in arguments.requests]
-            for number in range(-1, arguments.rounds):  # the first is not counted
-                for case in cases:
-                    requests = [
-                        omni.engine.parse({"prompt": f"prompt {i}", "seed": i, **fields}) for i in range(case.requests)
-                    ]
-                    bare = bare_round(model, requests)
-                    engine, own = await engine_round(omni.engine, requests)
-                    if number >= 0:
-                        case.bare.append(bare)
-                        case.engine.append(engine)
-                        case.model.append(own)
-            return cases
+    cases = [Case(folder.name, executor, number) for number in arguments.requests]
+    async with AsyncOmni(folder, distributed_executor_backend=executor, max_num_seqs=most) as omni:
+        model = load_bare(omni.resolved)
+        fields = request_fields(arguments, arguments.steps)
+        for number in range(-1, arguments.rounds):  # the first is not counted
+            for case in cases:
+                values = [{"prompt": f"prompt {i}", "seed": i, **fields} for i in range(case.requests)]
+                requests = [omni.engine.parse(value) for value in values]
+                bare = bare_round(model, requests)
+                engine, own = await engine_round(omni.engine, requests)
+                if number >= 0:
+                    case.bare.append(bare)
+                    case.engine.append(engine)
+                    case.model.append(own)
+    return cases
 
 
 def main() -> None:
@@ -135,9 +134,10 @@ def main() -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     cases = []
-    for name in arguments.models:
-        for executor in arguments.executors:
-            cases += asyncio.run(measure(name, executor, arguments))
+    with checkpoints(arguments.models) as folders:
+        for folder in folders:
+            for executor in arguments.executors:
+                cases += asyncio.run(measure(folder, executor, arguments))
     raw = {
         f"{case.name} {case.executor} {case.requests} {kind}": getattr(case, kind)
         for case in cases

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import BUILT_IN, checkpoint, finish, median, request_fields, table
+from common import BUILT_IN, checkpoints, finish, median, request_fields, table
 
 
 @dataclass
@@ -104,11 +104,12 @@ def main() -> None:
     add("--executor", choices=("uni", "mp"), help="the platform's own where absent")
     add("--record", action="store_true", help="append the run to docs/performance.md")
     arguments = parser.parse_args()
-    with checkpoint(arguments.model) as folder:
+    with checkpoints([arguments.model]) as [folder]:
         levels = asyncio.run(measure(folder, arguments))
     raw = {f"{level.requests} {kind}": getattr(level, kind) for level in levels for kind in ("wall", "latency", "step")}
-    name = arguments.model if arguments.model in BUILT_IN else folder.name
-    title = f"Step batching of {name} at {arguments.size}, {arguments.num_frames} frames, {arguments.steps} steps"
+    title = (
+        f"Step batching of {folder.name} at {arguments.size}, {arguments.num_frames} frames, {arguments.steps} steps"
+    )
     finish(title, table(HEADER, [level.row(levels[0]) for level in levels]), raw, "seconds", record=arguments.record)
 
 
