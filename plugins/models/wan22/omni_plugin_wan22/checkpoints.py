@@ -1,9 +1,11 @@
 """Tiny random Wan checkpoints in the genuine layout, saved by the reference library's own classes. No network.
 
     python -m omni_plugin_wan22.checkpoints FOLDER --kind ti2v-5b
+    python -m omni_plugin_wan22.checkpoints FOLDER --kind ti2v-5b --real --device cuda
     vllm serve FOLDER --omni
 
-They show noise, but they go through every code path that a real checkpoint does.
+They show noise, but they go through every code path that a real checkpoint does. With ``--real`` they have its size
+too (``real_size.py``).
 """
 
 from __future__ import annotations
@@ -191,15 +193,39 @@ def _randomise(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny random Wan checkpoint.")
+    parser = argparse.ArgumentParser(description="Write a random Wan checkpoint: a tiny one, or one of genuine size.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=KINDS, default="", help="which checkpoint to resemble; t2v-a14b where absent")
-    parser.add_argument("--experts", type=int, choices=(1, 2), default=2, help="without --kind; 1: like Wan 2.1")
-    parser.add_argument("--euler", action="store_true", help="with the Euler scheduler rather than UniPC")
+    parser.add_argument("--kind", choices=KINDS, help="which checkpoint to resemble (default: t2v-a14b)")
+    parser.add_argument("--experts", type=int, choices=(1, 2), help="without --kind; 1: t2v-2.1, 2: t2v-a14b")
+    parser.add_argument("--euler", action="store_true", help="tiny only: with the Euler scheduler rather than UniPC")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard-size", default="10GB", help="largest weight file, such as 100KB")
-    arguments = vars(parser.parse_args())
-    write_checkpoint(arguments.pop("folder"), **arguments)
+    parser.add_argument("--shard-size", default="2GB", help="largest weight file, such as 100KB (default: 2GB)")
+    parser.add_argument("--real", action="store_true", help="of genuine size, in bfloat16")
+    parser.add_argument("--text-encoder", choices=("full", "tiny"), help="with --real: 5.7 billion parameters, or few")
+    parser.add_argument("--device", help="with --real: where the weights are made, such as cuda (default: cpu)")
+    options = parser.parse_args()
+    if options.kind and options.experts:
+        parser.error("--experts and --kind say the same: give one of them")
+    if not options.real and (options.text_encoder or options.device):
+        parser.error("--text-encoder and --device need --real")
+    if options.real and options.euler:
+        parser.error("--euler is for tiny checkpoints, not for --real ones")
+    kind = options.kind or ("t2v-2.1" if options.experts == 1 else "t2v-a14b")
+    if options.real:
+        from omni_plugin_wan22.real_size import write_real_size
+
+        write_real_size(
+            options.folder,
+            kind,
+            text_encoder=options.text_encoder or "full",
+            device=options.device or "cpu",
+            seed=options.seed,
+            shard_size=options.shard_size,
+        )
+    else:
+        write_checkpoint(
+            options.folder, kind=kind, seed=options.seed, euler=options.euler, shard_size=options.shard_size
+        )
 
 
 if __name__ == "__main__":

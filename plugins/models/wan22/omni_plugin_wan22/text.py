@@ -7,23 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ftfy
 import torch
 from torch import nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from omni_core.vllm.loading import load_weights, materialise
 
-try:
-    import ftfy
-except ImportError:
-    ftfy = None
-
 
 def clean(text: str) -> str:
-    """Mend broken Unicode (where ``ftfy`` is installed), resolve HTML entities, collapse white space."""
-    if ftfy is not None:
-        text = ftfy.fix_text(text)
-    return " ".join(html.unescape(html.unescape(text)).split())
+    """Mend broken Unicode, resolve HTML entities, collapse white space."""
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
 class TextEncoder(nn.Module):
