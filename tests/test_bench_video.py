@@ -284,7 +284,10 @@ def test_no_server_is_one_line(bench):
         (["--field", "fps"], "--field 'fps' must look like name=value"),
         (["--prompt-file", "/no/such/file"], "cannot read --prompt-file /no/such/file"),
         (["--poll-interval", "0.01"], "--poll-interval 0.01 must be at least 0.05 s"),
-        (["--base-url", "localhost:8000"], "must begin with http://"),
+        (["--base-url", "localhost:8000"], "must look like http://HOST:PORT"),
+        (["--base-url", "http://"], "must look like http://HOST:PORT"),
+        (["--base-url", "http://127.0.0.1:x"], "--base-url 'http://127.0.0.1:x'"),
+        (["--json", "/no/such/folder/bench.json"], "there is no folder /no/such/folder"),
     ],
 )
 def test_a_wrong_option_is_one_line(words, message, capsys):
@@ -318,6 +321,7 @@ def test_arrivals_come_at_the_rate():
 def test_fields_are_json_or_strings():
     assert parse_field("fps=24") == ("fps", 24)
     assert parse_field("negative_prompt=blurry, dark") == ("negative_prompt", "blurry, dark")
+    assert parse_field("word=NaN") == ("word", "NaN")
     assert parse_field('extra_params={"a": 1}') == ("extra_params", {"a": 1})
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
+from urllib.parse import quote
 
 import httpx
 
@@ -167,7 +168,7 @@ class VideoClient:
         if not isinstance(job.get("id"), str):
             raise RequestFailed("protocol", "the server's answer has no id of a job")
         row.job = str(job["id"])
-        path = f"/v1/videos/{row.job}"
+        path = f"/v1/videos/{quote(row.job, safe='')}"
         try:
             job = await self._follow(job, path, row, begin)
             row.seconds_by_phase = phases(job)

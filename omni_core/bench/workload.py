@@ -138,9 +138,14 @@ def parse_field(text: str) -> tuple[str, Any]:
     if not equals or not _NAME.fullmatch(name):
         raise ConfigError(f"--field {text!r} must look like name=value")
     try:
-        return name, json.loads(value)
+        return name, json.loads(value, parse_constant=_no_number)
     except ValueError:
         return name, value
+
+
+def _no_number(text: str) -> float:
+    """``NaN`` and ``Infinity`` are no JSON, though Python reads them."""
+    raise ValueError(text)
 
 
 def read_prompts(path: Path) -> list[str]:

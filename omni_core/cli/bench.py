@@ -71,7 +71,7 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--request-rate",
-        type=_positive,
+        type=_rate,
         metavar="R",
         default=math.inf,
         help="Requests per second, Poisson; inf: as fast as --concurrency lets them go.",
@@ -113,10 +113,17 @@ def _add_measurement(group: argparse._ArgumentGroup) -> None:
     add("--allow-failures", action="store_true", help="Exit with 0 although requests failed.")
 
 
-def _positive(text: str) -> float:
+def _rate(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _rate(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be finite")
     return value
 
 
@@ -147,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
 
     target, workload = _target(args), _workload(args)
     bounds = args.concurrency or ([None] if math.isfinite(args.request_rate) else [1])
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
     started_at = time.time()
     measuring = measure(
         target,
@@ -167,12 +176,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> Target:
+    import httpx
+
     from omni_core.bench.client import MIN_POLL_INTERVAL, Target
 
     if args.poll_interval < MIN_POLL_INTERVAL:
         raise ConfigError(f"--poll-interval {args.poll_interval:g} must be at least {MIN_POLL_INTERVAL:g} s")
-    if not args.base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {args.base_url!r} must begin with http:// or https://")
+    try:
+        url = httpx.URL(args.base_url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--base-url {args.base_url!r}: {error}") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--base-url {args.base_url!r} must look like http://HOST:PORT or https://HOST")
     return Target(args.base_url, args.api_key, args.mode, args.body, args.timeout, args.poll_interval)
 
 
