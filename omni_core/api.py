@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from omni_core.config.startup import check_versions
 from omni_core.diffusion.messages import FrameType
+from omni_core.errors import StageUnavailable
 from omni_core.requests import VideoRequest
 from omni_core.runtime import ProgressCallback, VideoEngine, VideoOutput
 
 __all__ = ["AsyncOmni", "Omni", "VideoOutput"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -42,6 +47,8 @@ class AsyncOmni:
         **engine: Any,
     ) -> None:
         from omni_core.supervisor import SupervisedStage
+
+        check_versions(allow_version_mismatch=allow_version_mismatch)  # before vLLM is imported
         from omni_core.vllm.arguments import resolve_for_api
         from omni_core.vllm.engine import DiffusionEngine
         from omni_core.vllm.server import video_engine
@@ -53,6 +60,8 @@ class AsyncOmni:
             allow_version_mismatch=allow_version_mismatch,
             engine=engine,
         )
+        for warning in self.resolved.warnings:
+            logger.warning("%s", warning)
         self.engine: VideoEngine = video_engine(self.resolved, SupervisedStage(lambda: DiffusionEngine(self.resolved)))
 
     async def generate(
@@ -105,6 +114,9 @@ class Omni:
         return AsyncOmni(model, **arguments)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise StageUnavailable("this Omni is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -17,6 +17,9 @@ from omni_core.plugins.predicates import CONFIG, MODEL_INDEX
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
+_LONGEST = 1024
+
+
 class Checkpoint:
     """The configuration files of a checkpoint, read when asked for and kept.
 
@@ -32,6 +35,8 @@ class Checkpoint:
     def __init__(self, source: str | Path, revision: str | None = None) -> None:
         self.source = str(source)
         self.revision = revision
+        if len(self.source) > _LONGEST or "\0" in self.source:
+            raise CheckpointError(f"checkpoint {self.source[:40]!r}...: not the name of a folder or of a repository")
         path = Path(source).expanduser()
         self.folder = path if self.source and path.is_dir() else None  # Path("") would be the current folder
         self._files: dict[str, Mapping[str, Any]] = {}

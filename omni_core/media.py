@@ -11,14 +11,16 @@ import av
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.errors import ConfigError
+
 Frames = npt.NDArray[Any]
 """uint8 [frames, height, width, 3], RGB."""
 
 
 def check_encoder() -> None:
-    """Raise ``RuntimeError`` if this build of PyAV cannot write H.264."""
+    """Raise ``ConfigError`` if this build of PyAV cannot write H.264."""
     if "libx264" not in av.codecs_available:
-        raise RuntimeError(
+        raise ConfigError(
             "this build of PyAV has no libx264 encoder; install PyAV's own wheel: pip install --force-reinstall av"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_core.plugins.declarations import _check_name, _check_reference
+from omni_core.plugins.declarations import check_name, check_reference
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class DiffusionStage:
     kind: str = field(default="diffusion", init=False)
 
     def __post_init__(self) -> None:
-        _check_name(self, self.name)
-        _check_reference(self, model=self.model)
+        check_name(self, self.name)
+        check_reference(self, model=self.model)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import annotated_types
+import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -44,7 +45,7 @@ class FrameGrid:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-        return {**handler(schema), "description": f"a number of the form {self.step}k+1"}
+        return {**handler(schema), "format": f"{self.step}k+1"}
 
     def check(self, value: int) -> int:
         if (value - 1) % self.step:
@@ -90,14 +91,27 @@ def parse_request(model: type[RequestT], values: Mapping[str, Any], *, strict: b
     Raises:
         RequestError: with the field at fault, its value, and the allowed range or the nearest known name.
     """
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    for key, value in plain.items():
+        if isinstance(value, str) and not is_unicode(value):
+            raise RequestError(f"{key} holds characters that are not Unicode (lone surrogates)", param=key)
     try:
-        return model.model_validate(dict(values), strict=strict)
+        return model.model_validate(plain, strict=strict)
     except ValidationError as error:
         # An unknown name first: it is often why another field is missing.
         first = min(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
         location = [str(part) for part in first["loc"]]
         name = location[0] if location else None
         raise RequestError(_explain(model, name, first), param=name) from None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` can be written as UTF-8; a JSON escape can make a string that cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _explain(model: type[VideoRequest], name: str | None, error: Any) -> str:

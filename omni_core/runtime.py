@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from omni_core.diffusion.messages import FrameType, Job, Phase, Report
-from omni_core.errors import GenerationError, QueueFull
+from omni_core.errors import GenerationError, QueueFull, RequestError
 from omni_core.requests import MAX_SEED, VideoRequest, parse_request
 
 
@@ -188,14 +188,19 @@ class VideoEngine:
     ) -> VideoOutput:
         """Run a request to its end. Cancelling the task aborts the work in the engine.
 
-        ``slot`` is the request's place where the caller has taken one; it is released at the end either way.
+        ``slot`` is the request's place where the caller has taken one; the caller then releases it, when it is done
+        with the frames.
 
         Raises:
             QueueFull: the bound on waiting requests is reached.
             GenerationError: the request failed; names stage and request.
             GenerationCancelled: the engine dropped the request.
         """
-        slot = slot or self.admit()
+        if frame_type not in get_args(FrameType):
+            raise RequestError(
+                f"frame_type={frame_type!r} must be one of {', '.join(get_args(FrameType))}", "frame_type"
+            )
+        own = self.admit() if slot is None else None
         request_id = request_id or new_request_id()
         follower = _Follower(self, progress)
         taken, outcome = False, "error"
@@ -211,7 +216,8 @@ class VideoEngine:
             outcome = "cancelled"
             raise
         finally:
-            slot.release()
+            if own is not None:
+                own.release()
             follower.end()
             self.ended[outcome] += 1
             self.on_end(RequestRecord(outcome, follower.seconds))

@@ -87,8 +87,8 @@ class SupervisedStage:
         """Reports on a request, see ``DiffusionEngine.generate``; ends at once when the engine does.
 
         Raises:
-            StageUnavailable: the stage cannot take the request.
-            GenerationError: the stage died, or was stopped, while the request was in it.
+            StageUnavailable: the stage cannot take the request, or was stopped while the request was in it.
+            GenerationError: the stage died while the request was in it.
         """
         engine = self._available()
         ended = self._ended
@@ -114,8 +114,9 @@ class SupervisedStage:
             if not coming.done():
                 coming.cancel()
                 await asyncio.wait((coming,))
-        end = "was stopped" if self.state is StageState.STOPPED else "died"
-        raise GenerationError(f"stage {self.stage!r} {end} while request {request_id} was in it")
+        if self.state is StageState.STOPPED:
+            raise StageUnavailable(f"stage {self.stage!r} was stopped while request {request_id} was in it")
+        raise GenerationError(f"stage {self.stage!r} died while request {request_id} was in it")
 
     def take(self, report: Report) -> npt.NDArray[np.generic]:
         """The frames that ``report`` points to; they can be taken once."""

@@ -148,7 +148,8 @@ def test_the_synchronous_endpoint_answers_with_the_file_and_its_seed(http):
         "/v1/videos/sync", json={"prompt": "a cat", "num_frames": 5, "seed": int(answer.headers["x-seed"])}
     )
     assert again.content == answer.content
-    assert http.post("/v1/videos/sync", json={"prompt": "a cat", "fail_in": "start"}).status_code == 500
+    failed = http.post("/v1/videos/sync", json={"prompt": "a cat", "fail_in": "start"})
+    assert failed.status_code == 500 and "asked to fail" in failed.json()["error"]["message"]
 
 
 def test_lists_are_paged(http, create):
@@ -202,6 +203,7 @@ BAD = [
     ({"prompt": "x", "width": 32, "extra_params": {"width": 32}}, "width"),
     ({"prompt": "x", "extra_params": {"nonsense": 1}}, "nonsense"),
     ({"prompt": "x", "extra_params": "[" * 100000}, "extra_params"),
+    ({"prompt": "x", "extra_params": {"model": "toy"}}, "model"),
     ({"prompt": "x", "seconds": 1, "fps": "nan"}, "fps"),
     ({"prompt": "x", "seconds": 1, "fps": 0}, "fps"),
 ]
@@ -239,6 +241,13 @@ def test_a_body_of_unknown_length_that_is_too_large_is_refused(toy_server, kind)
     answer = toy_server.http.post("/v1/videos", content=chunks(), headers={"content-type": f"{kind}; boundary=x"})
     assert answer.status_code in (400, 413), answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_json_without_its_content_type_is_told_so(toy_server):
+    answer = toy_server.http.post(
+        "/v1/videos", content='{"prompt": "x"}', headers={"content-type": "application/x-www-form-urlencoded"}
+    )
+    assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_numbers_that_are_none_are_refused(toy_server):

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from omni_core.http.jobs import JobStore, VideoJob, new_job_id
+from omni_core.errors import ConfigError
+from omni_core.http.jobs import LOCK, JobStore, VideoJob, new_job_id
 
 
 def make_job(**fields):
@@ -28,7 +29,7 @@ def completed(store, **fields):
 
 
 def names(store):
-    return sorted(path.name for path in store.folder.iterdir())
+    return sorted(path.name for path in store.folder.iterdir() if path.name != LOCK)
 
 
 def test_a_job_is_what_was_put(store):
@@ -81,8 +82,10 @@ def test_a_restart_finds_finished_jobs_and_fails_unfinished_ones(store):
     done, lost = completed(store), make_job(status="in_progress")
     store.put(lost)
     store.partial_file(lost.id).write_bytes(b"half")
+    store.close()
     again = JobStore(store.folder, ttl=60, limit=3)
     assert again.get(done.id) == done
+    assert again.get(lost.id).expires_at is not None
     assert again.get(lost.id).status == "failed"
     assert "restarted" in again.get(lost.id).error["message"]
     assert not again.partial_file(lost.id).exists()
@@ -91,16 +94,34 @@ def test_a_restart_finds_finished_jobs_and_fails_unfinished_ones(store):
 @pytest.mark.parametrize("content", ["{", "[]", '{"id": "x"}', '{"unknown": 1}'])
 def test_a_file_that_is_no_job_does_not_stop_a_restart(store, content):
     job = completed(store)
-    (store.folder / "video_0.json").write_text(content)
+    names = ["video_0.json", "video_notes.json", f"{new_job_id()}.json", "video_holiday.partial.mkv"]
+    for name in names:
+        (store.folder / name).write_text(content)
+    store.close()
     assert [found.id for found in JobStore(store.folder, ttl=60, limit=3).list()] == [job.id]
+    assert all((store.folder / name).exists() for name in names), "what is not ours is left alone"
 
 
 def test_a_finished_job_without_its_file_is_gone_after_a_restart(store):
     job = completed(store)
     store.file(job.id).unlink()
+    store.close()
     assert JobStore(store.folder, ttl=60, limit=3).list() == []
 
 
 @pytest.mark.parametrize("job_id", ["", "..", "../x", "video_", "video_" + "g" * 32, "video_" + "0" * 32 + "/../x"])
 def test_only_ids_that_look_like_ours_are_looked_up(store, job_id):
     assert store.get(job_id) is None
+
+
+def test_two_servers_cannot_share_a_store(store):
+    with pytest.raises(ConfigError, match="in use by another server"):
+        JobStore(store.folder, ttl=60, limit=3)
+    store.close()
+    JobStore(store.folder, ttl=60, limit=3).close()
+
+
+def test_a_restart_keeps_the_order(store):
+    ids = [completed(store).id for _ in range(3)]
+    store.close()
+    assert [job.id for job in JobStore(store.folder, ttl=60, limit=3).list()] == ids

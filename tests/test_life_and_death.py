@@ -14,18 +14,41 @@ SLOW = {"prompt": "a cat", "num_inference_steps": 1000, "step_seconds": 0.02}
 
 
 @pytest.fixture
-def server(start_server, toy_site, toy_checkpoint, tmp_path):
+def server(make_server):
+    """One rank: the worker lives in the engine's process."""
+    return make_server()
+
+
+@pytest.fixture
+def server_mp(make_server):
+    """A worker in a process of its own."""
+    return make_server("--distributed-executor-backend", "mp")
+
+
+@pytest.fixture
+def make_server(start_server, toy_site, toy_checkpoint, tmp_path):
+    made = []
+
+    def make(*flags):
+        made.append(_start(start_server, toy_site, toy_checkpoint, tmp_path, flags))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.process.kill()
+
+
+def _start(start_server, toy_site, toy_checkpoint, tmp_path, flags):
     results = tmp_path / "results"
     path = os.pathsep.join([*toy_site, os.environ.get("PYTHONPATH", "")])
     server = start_server(
-        str(Path(os.sys.executable).parent / "omni"), "serve", str(toy_checkpoint),
+        str(Path(os.sys.executable).parent / "omni"), "serve", str(toy_checkpoint), *flags,
         env={"PYTHONPATH": path, "OMNI_RESULTS_DIR": str(results)},
     )  # fmt: skip
     server.results = results
     server.children = psutil.Process(server.process.pid).children(recursive=True)
-    assert len(server.children) >= 2
-    yield server
-    server.process.kill()
+    assert any("EngineCore" in child.name() for child in server.children)
+    return server
 
 
 def running(server):
@@ -53,10 +76,12 @@ def test_a_server_that_is_told_to_stop_leaves_nothing(server, how):
     assert list(server.results.iterdir()) == []
 
 
-def test_a_dead_worker_fails_its_requests_and_the_stage_is_started_again(server):
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_a_dead_engine_fails_its_requests_and_the_stage_is_started_again(victim, request):
+    server = request.getfixturevalue("server" if victim == "EngineCore" else "server_mp")
     job = running(server)
-    worker = next(child for child in server.children if "Worker" in child.name())
-    worker.send_signal(signal.SIGKILL)
+    process = next(child for child in server.children if victim in child.name())
+    process.send_signal(signal.SIGKILL)
     failed = wait_for(lambda: (now := server.http.get(f"/v1/videos/{job['id']}").json())["status"] == "failed" and now)
     assert "stage 'diffusion' died" in failed["error"]["message"] and job["id"] in failed["error"]["message"]
     health = server.http.get("/health")

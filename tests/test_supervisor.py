@@ -110,7 +110,7 @@ def test_closing_ends_requests_and_restarts():
         request = asyncio.create_task(follow(stage))
         await asyncio.sleep(0.02)
         await asyncio.to_thread(stage.close)
-        with pytest.raises(GenerationError, match="was stopped"):
+        with pytest.raises(StageUnavailable, match="was stopped"):
             await asyncio.wait_for(request, 1)
         assert start.engines[0].closed
         start.engines[0].die()

@@ -33,6 +33,9 @@ DIFFUSION = frozenset({
 })  # fmt: skip
 """Engine arguments that have a meaning for a diffusion stage."""
 
+DEFAULTS: Mapping[str, Any] = {"max_num_seqs": 4}
+"""Defaults of a diffusion stage where vLLM's suits token models: a forward grows with every request that shares it."""
+
 CHECKPOINT = frozenset({"model", "model_tag", "revision"})
 """What names the checkpoint; used up before there are stages."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from omni_core.config.values import parse_value, underscored, unknown
+from omni_core.config.values import YamlLoader, parse_value, underscored, unknown
 from omni_core.errors import ConfigError
 
 SECTIONS = ("stages", "server")
@@ -39,19 +39,21 @@ class Deploy:
     server: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Safe YAML in which a key that is given twice is an error instead of the last one winning in silence."""
+class _UniqueKeys(YamlLoader):
+    """YAML in which a key that is given twice is an error instead of the last one winning in silence."""
 
 
 def _construct_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    result: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in result:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-        result[key] = loader.construct_object(value_node, deep=True)
-    return result
+    own = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key.start_mark)
+        if own.count(key.value) > 1:
+            message = f"the key {key.value!r} is given twice"
+            raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+    loader.flatten_mapping(node)  # of "<<": what a mapping has itself stands after, and wins over, what it merges
+    pairs = ((loader.construct_object(k, deep=True), loader.construct_object(v, deep=True)) for k, v in node.value)
+    return dict(pairs)
 
 
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
@@ -73,8 +75,8 @@ def read_deploy(path: Path) -> Deploy:
     except yaml.MarkedYAMLError as error:
         line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
         raise ConfigError(f"{name} is not valid YAML{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     sections = _mapping({} if content is None else content, name)
     for section in sections:
         if section not in SECTIONS:

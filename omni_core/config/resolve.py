@@ -6,7 +6,8 @@ From the strongest layer to the weakest:
 2. the deploy file;
 3. what the family ships for the stage (``DiffusionStage.defaults`` and ``options``);
 4. what the platform ships for the kind of stage (``Platform.stage_defaults``);
-5. vLLM's default.
+5. the core's default for the kind of stage, where vLLM's suits token models only;
+6. vLLM's default.
 
 The family stands above the platform since it knows the model: a platform suits any model, a family its own.
 """
@@ -193,7 +194,7 @@ class _StageResolver:
         for entry in self._explicit(explicit, overrides):
             before = top.get(entry.key)
             self._put(top, entry)
-            if before is not None and before.source != entry.source and before.value != top[entry.key].value:
+            if before is not None and before.value != top[entry.key].value:
                 raise ConfigError(
                     f"{before.source} says {before.value!r} and {entry.source} says {entry.value!r}; give one of them"
                 )
@@ -206,7 +207,9 @@ class _StageResolver:
         )
 
     def _shipped(self) -> Iterator[_Entry]:
-        """Platform first: what comes later wins."""
+        """The core's own first, then the platform's: what comes later wins."""
+        for key in table.DEFAULTS.keys() & self.allowed.keys():
+            yield _Entry(key, table.DEFAULTS[key], f"omni default of {key}", "omni default")
         platform, family = f"platform {self.platform.name}", f"family {self.family.name}"
         for key, value in self.platform.stage_defaults.get(self.stage.kind, {}).items():
             yield _Entry(key, value, f"{platform}: stage_defaults[{self.stage.kind!r}].{key}", platform)

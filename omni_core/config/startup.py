@@ -9,6 +9,7 @@ from omni_core.config.resolve import Served
 from omni_core.errors import MissingPlugin, OmniError, PluginError
 from omni_core.pipeline import Pipeline
 from omni_core.plugins.declarations import ModelFamily, Platform, load_reference
+from omni_core.plugins.loading import one_line
 from omni_core.plugins.manager import PluginManager, get_manager
 from omni_core.plugins.table import install_command
 from omni_core.plugins.versions import require_vllm
@@ -56,8 +57,10 @@ def match(model: str, revision: str | None = None) -> Matched:
     family = get_manager().match(checkpoint)
     try:
         pipeline = load_reference(family.pipeline)(checkpoint)
+        if not isinstance(pipeline, Pipeline):
+            raise TypeError(f"it gave {pipeline!r}")
     except OmniError:
         raise
-    except Exception as error:  # whatever a plugin's own code raises
-        raise PluginError(f"family {family.name!r}: its pipeline raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever a plugin's own code raises
+        raise PluginError(f"family {family.name!r}: its pipeline raised {one_line(error)}") from error
     return Matched(checkpoint, family, pipeline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,15 @@ def underscored(name: str) -> str:
     return name.replace("-", "_")
 
 
+class YamlLoader(yaml.SafeLoader):
+    """Safe YAML whose numbers are those of YAML 1.2 and JSON: ``1e-3`` is one."""
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
 def parse_value(text: str, where: str) -> Any:
     """Read a value of ``--set``: a YAML scalar, list or mapping, of which JSON is a part.
 
@@ -39,8 +49,8 @@ def parse_value(text: str, where: str) -> Any:
         ConfigError: the text is not YAML.
     """
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return yaml.load(text, YamlLoader)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{where}: cannot read {text!r} as a YAML or JSON value: {reason}") from None
 

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omni_core.errors import OmniError
-
 PREFIX = "omni-results-"
+NEW_PREFIX = "omni-new-results-"
 LOCK = "owner.lock"
 FAILURE = "failure"
 FOLDER_VARIABLE = "OMNI_RESULTS_DIR"
@@ -107,9 +106,9 @@ def discard_result(folder: str | Path, request_id: str) -> None:
     result_path(folder, request_id).unlink(missing_ok=True)
 
 
-def report_failure(folder: str | Path, error: OmniError) -> None:
+def report_failure(folder: str | Path, reason: str) -> None:
     """Leave word of why a worker could not start: vLLM carries no exception from a worker to the front end."""
-    (Path(folder) / FAILURE).write_text(str(error))
+    (Path(folder) / FAILURE).write_text(reason)
 
 
 class ResultFolder:
@@ -119,9 +118,11 @@ class ResultFolder:
         base = base or base_folder()
         base.mkdir(parents=True, exist_ok=True)
         sweep(base)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        new = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=base))
+        self._lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Sweepers look for the final name, which it gets only now that it is locked.
+        self.path = new.rename(base / new.name.replace(NEW_PREFIX, PREFIX, 1))
 
     def take(self, path: str | Path) -> npt.NDArray[np.generic]:
         """The frames at ``path``, mapped into memory; the file's name is gone when this returns.
@@ -162,10 +163,13 @@ class ResultFolder:
             self._lock = -1
 
 
-def sweep(base: Path) -> list[Path]:
-    """Remove the folders under ``base`` whose owner has died; gives what was removed."""
+def sweep(base: Path, prefix: str = PREFIX) -> list[Path]:
+    """Remove the folders under ``base`` whose owner has died; gives what was removed.
+
+    An owner holds a lock on the file ``owner.lock`` in its folder.
+    """
     removed = []
-    for folder in base.glob(f"{PREFIX}*"):
+    for folder in base.glob(f"{prefix}*"):
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:

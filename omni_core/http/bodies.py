@@ -46,12 +46,23 @@ async def read_body(request: Request, model: type[VideoRequest]) -> tuple[dict[s
         raise RequestError(f"content type {kind!r} is not supported; send application/json or multipart/form-data")
     raw = b"".join([chunk async for chunk in _bounded(request, _limit(model))])
     try:
-        fields = json.loads(raw)
+        fields = json.loads(raw, object_pairs_hook=_unique)
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body holds characters that are not Unicode (lone surrogates)") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(f"the body must be a JSON object, got {type(fields).__name__}")
     return fields, True
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RequestError(f"{next(n for n in names if names.count(n) > 1)} is given twice")
+    return fields
 
 
 def _limit(model: type[VideoRequest]) -> int:
@@ -68,14 +79,28 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
         yield chunk
 
 
+async def _tail(chunks: AsyncGenerator[bytes, None], tail: bytearray) -> AsyncGenerator[bytes, None]:
+    """``chunks``, with the end of what has passed in ``tail``."""
+    async for chunk in chunks:
+        tail[:] = (tail + chunk)[-80:]
+        yield chunk
+
+
 async def _read_form(request: Request, kind: str, model: type[VideoRequest]) -> dict[str, Any]:
     body = _bounded(request, _limit(model))
     images = image_fields(model)
     try:
         if kind == "multipart/form-data":
+            tail = bytearray()
+            body = _tail(body, tail)
             form = await MultiPartParser(request.headers, body, max_files=len(images) + 1, max_fields=100).parse()
+            if not bytes(tail).rstrip().endswith(b"--"):
+                await form.close()
+                raise RequestError("the form is cut short: its closing boundary is missing")
         else:
             form = await FormParser(request.headers, body).parse()
+            if any(name.lstrip().startswith("{") for name in form):
+                raise RequestError("the body looks like JSON; send it with Content-Type: application/json")
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not a form: {error}") from None
     fields: dict[str, Any] = {}
@@ -101,12 +126,14 @@ def to_request_values(fields: Mapping[str, Any], model: type[VideoRequest]) -> d
     Raises:
         RequestError: an unknown field, a field given twice, or a malformed ``size``, ``seconds`` or ``extra_params``.
     """
-    values = {name: value for name, value in fields.items() if name not in SHARED and value is not None}
+    values = {name: value for name, value in fields.items() if name not in SHARED}
     _merge_extra(values, fields.get("extra_params"))
     rename_aliases(values, model)
     for name in values:
         if name not in model.model_fields:
-            raise RequestError(unknown_parameter(name, [*model.model_fields, *SHARED]), param=name)
+            shown = name if len(name) <= 80 else f"{name[:77]}..."
+            raise RequestError(unknown_parameter(shown, [*model.model_fields, *SHARED]), param=shown)
+    values = {name: value for name, value in values.items() if value is not None}
     if (size := fields.get("size")) is not None:
         _exclusive(values, "size", "width", "height")
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -124,12 +151,14 @@ def _merge_extra(values: dict[str, Any], extra: Any) -> None:
         return
     if isinstance(extra, str):
         try:
-            extra = json.loads(extra)
+            extra = json.loads(extra, object_pairs_hook=_unique)
         except (ValueError, RecursionError):
             extra = None
     if not isinstance(extra, dict):
         raise RequestError("extra_params must be a JSON object", param="extra_params")
     for name, value in extra.items():
+        if name in SHARED:
+            raise RequestError(f"{name} belongs beside extra_params, not into it", param=name)
         if name in values:
             raise RequestError(f"{name} is given both directly and in extra_params", param=name)
         values[name] = value
@@ -146,12 +175,12 @@ def _frames(seconds: Any, values: Mapping[str, Any], model: type[VideoRequest]) 
     try:
         duration = float(seconds) if not isinstance(seconds, bool) else -1.0
         fps = float(values.get("fps", model.model_fields["fps"].default))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         duration, fps = -1.0, 1.0
     if not 0 < fps < math.inf:
         raise RequestError(f"fps={values['fps']!r}: {describe_field(model, 'fps')}", param="fps")
     if not 0 < duration < 3600:
-        raise RequestError(f"seconds={seconds!r} must be a number above 0 and below 3600", param="seconds")
+        raise RequestError(f"seconds={seconds!r:.80} must be a number above 0 and below 3600", param="seconds")
     grids = [meta for meta in model.model_fields["num_frames"].metadata if isinstance(meta, FrameGrid)]
     frames = grids[0].nearest(duration * fps) if grids else max(1, round(duration * fps))
     schema = model.model_json_schema()["properties"]["num_frames"]

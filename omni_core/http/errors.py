@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from omni_core.errors import ConfigError, GenerationCancelled, OmniError, QueueFull, RequestError, StageUnavailable
+
+logger = logging.getLogger(__name__)
 
 _TYPES = {
     400: "BadRequestError",
@@ -59,13 +63,18 @@ Handler = Callable[..., Awaitable[Response]]
 
 
 def answers_errors(handler: Handler) -> Handler:
-    """Turn what a handler raises into an answer in the OpenAI error shape."""
+    """Turn whatever a handler raises into an answer in the OpenAI error shape."""
 
     @wraps(handler)
     async def wrapped(*arguments: Any, **options: Any) -> Response:
         try:
             return await handler(*arguments, **options)
         except (OmniError, HttpError) as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            logger.exception("%s failed", handler.__name__)
             return error_response(error)
 
     return wrapped

@@ -6,14 +6,21 @@ are still there, and those that were under way are failed with the reason.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import secrets
 import time
-import uuid
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from omni_core.diffusion.results import LOCK
+from omni_core.errors import ConfigError
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
@@ -62,9 +69,12 @@ class VideoJob:
         return self.status in ("completed", "failed")
 
 
+_JOB = TypeAdapter(VideoJob)
+
+
 def new_job_id() -> str:
-    """An id that no other job has."""
-    return f"video_{uuid.uuid4().hex}"
+    """An id that no other job has; ids sort by the time at which they were made."""
+    return f"video_{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 class JobStore:
@@ -81,28 +91,50 @@ class JobStore:
         self.ttl = ttl
         self.limit = limit
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._readers: Counter[str] = Counter()
+        self._lock = self._take_lock()
         self._jobs = self._load()
         self.expire()
 
+    def _take_lock(self) -> int:
+        lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise ConfigError(f"the video store {self.folder} is in use by another server") from None
+        return lock
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
     def _load(self) -> dict[str, VideoJob]:
+        """The jobs of an earlier server. Files that are not a job's are left alone."""
         jobs = {}
-        for leftover in self.folder.glob("video_*.partial*"):
-            leftover.unlink(missing_ok=True)
-        for path in self.folder.glob("video_*.json"):
-            try:
-                job = VideoJob(**json.loads(path.read_text()))
-            except (OSError, ValueError, TypeError):
-                path.unlink(missing_ok=True)  # another version's, or not ours
+        for path in sorted(self.folder.glob("video_*.json")):
+            if not _ID.fullmatch(path.stem):
                 continue
+            try:
+                job = _JOB.validate_python(json.loads(path.read_text()), strict=True)
+            except (OSError, ValueError):
+                continue
+            if job.id != path.stem:
+                continue
+            self.partial_file(job.id).unlink(missing_ok=True)
             if not job.ended:
+                now = int(time.time())
                 error = {"code": "server_restarted", "message": "the server was restarted before this video was done"}
-                job = replace(job, status="failed", error=error, completed_at=int(time.time()))
+                expires = now + int(self.ttl)
+                job = replace(job, status="failed", error=error, completed_at=now, expires_at=expires)
                 self._write(job)
             elif job.status == "completed" and not self.file(job.id).exists():
                 path.unlink(missing_ok=True)
                 continue
             jobs[job.id] = job
-        return dict(sorted(jobs.items(), key=lambda item: item[1].created_at))
+        return jobs
 
     def _write(self, job: VideoJob) -> None:
         partial = self.folder / f"{job.id}.partial.json"
@@ -119,7 +151,7 @@ class JobStore:
 
     def put(self, job: VideoJob) -> None:
         """Add or replace a job. Progress of a running job is kept in memory only."""
-        known = self._jobs.get(job.id)
+        known = self._jobs.pop(job.id) if job.ended else self._jobs.get(job.id)  # ended ones in the order of their end
         self._jobs[job.id] = job
         if known is None or known.status != job.status:
             self._write(job)
@@ -150,13 +182,28 @@ class JobStore:
     def list(self) -> list[VideoJob]:
         """All jobs, oldest first."""
         self.expire()
-        return list(self._jobs.values())
+        return sorted(self._jobs.values(), key=lambda job: job.id)
 
     def delete(self, job_id: str) -> None:
         """Forget a job and remove its files."""
         self._jobs.pop(job_id, None)
-        for path in (self.file(job_id), self.partial_file(job_id), self.folder / f"{job_id}.json"):
+        for path in (self.partial_file(job_id), self.folder / f"{job_id}.json"):
             path.unlink(missing_ok=True)
+        if not self._readers[job_id]:
+            self.file(job_id).unlink(missing_ok=True)
+
+    def begin_reading(self, job_id: str) -> Path:
+        """The video of a job, which stays until ``end_reading`` even if the job is deleted meanwhile."""
+        self._readers[job_id] += 1
+        return self.file(job_id)
+
+    def end_reading(self, job_id: str) -> None:
+        """Undo ``begin_reading``."""
+        self._readers[job_id] -= 1
+        if not self._readers[job_id]:
+            del self._readers[job_id]
+            if job_id not in self._jobs:
+                self.file(job_id).unlink(missing_ok=True)
 
     def expire(self) -> None:
         """Remove ended jobs that are too old or too many."""

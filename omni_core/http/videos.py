@@ -84,7 +84,7 @@ class VideoService:
 
     def _ended(self, job_id: str, slot: Slot) -> None:
         self._tasks.pop(job_id, None)
-        slot.release()  # a task that was cancelled before it began did not
+        slot.release()  # only now that the file is written
 
     async def _run(self, job_id: str, request: VideoRequest, slot: Slot) -> None:
         try:
@@ -128,8 +128,13 @@ async def write_mp4(output: VideoOutput, path: Path) -> None:
     encoding = asyncio.get_running_loop().run_in_executor(None, encode_mp4, output.frames, output.fps, path)
     try:
         await asyncio.shield(encoding)
-    except asyncio.CancelledError:
-        encoding.add_done_callback(lambda _: path.unlink(missing_ok=True))  # the thread cannot be stopped
+    except asyncio.CancelledError:  # the thread cannot be stopped: clean up behind it
+
+        def clean_up(done: asyncio.Future[None]) -> None:
+            done.exception()
+            path.unlink(missing_ok=True)
+
+        encoding.add_done_callback(clean_up)
         raise
     except BaseException:
         path.unlink(missing_ok=True)
@@ -222,7 +227,9 @@ def video_router(service: VideoService) -> APIRouter:
         if job.status != "completed":
             reason = f": {job.error['message']}" if job.error else f", progress {job.progress}%"
             raise HttpError(409, f"video {video_id} is {job.status}{reason}", "video_id")
-        return FileResponse(service.store.file(video_id), media_type=MP4, filename=f"{video_id}.mp4")
+        path = service.store.begin_reading(video_id)
+        done = BackgroundTask(service.store.end_reading, video_id)
+        return FileResponse(path, media_type=MP4, filename=f"{video_id}.mp4", background=done)
 
     return router
 

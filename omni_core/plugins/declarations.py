@@ -35,13 +35,13 @@ def load_reference(reference: str) -> Any:
         raise ImportError(f"{module!r} has no attribute {attribute!r}") from error
 
 
-def _check_reference(owner: object, **references: str | None) -> None:
+def check_reference(owner: object, **references: str | None) -> None:
     for name, value in references.items():
         if value is not None and not _REFERENCE.fullmatch(value):
             raise ValueError(f"{type(owner).__name__}.{name} must look like 'module:attribute', got {value!r}")
 
 
-def _check_name(owner: object, name: str) -> None:
+def check_name(owner: object, name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{type(owner).__name__}.name must be lower-case words joined by '-', such as 'my-model'; got {name!r}"
@@ -137,8 +137,8 @@ class ModelFamily:
     combinations: tuple[Combination, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_name(self, self.name)
-        _check_reference(self, pipeline=self.pipeline, request=self.request)
+        check_name(self, self.name)
+        check_reference(self, pipeline=self.pipeline, request=self.request)
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Platform:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_name(self, self.name)
-        _check_reference(self, diffusion_worker=self.diffusion_worker, attention=self.attention)
+        check_name(self, self.name)
+        check_reference(self, diffusion_worker=self.diffusion_worker, attention=self.attention)
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ class AttentionBackend:
     function: str
 
     def __post_init__(self) -> None:
-        _check_name(self, self.name)
-        _check_reference(self, function=self.function)
+        check_name(self, self.name)
+        check_reference(self, function=self.function)
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class HttpRoutes:
     router: str
 
     def __post_init__(self) -> None:
-        _check_name(self, self.name)
-        _check_reference(self, router=self.router)
+        check_name(self, self.name)
+        check_reference(self, router=self.router)
 
 
 Declaration = ModelFamily | Platform | AttentionBackend | HttpRoutes

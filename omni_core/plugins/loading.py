@@ -6,6 +6,7 @@ that nobody calls or a wrapper around a hook cannot reach another plugin, and on
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
 import traceback
@@ -121,7 +122,8 @@ def load_plugin(entry: PluginEntry, *, allow_version_mismatch: bool = False) -> 
     before = set(sys.modules)
     requirements = None
     try:
-        hooks = _register(entry)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for what was asked for
+            hooks = _register(entry)
         requirements = _read_requirements(hooks)
         mismatches = find_mismatches(requirements, entry.installed)
         reason = "; ".join(mismatches) or None

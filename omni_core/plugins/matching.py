@@ -78,10 +78,12 @@ def _families(record: PluginRecord) -> Iterable[ModelFamily]:
 def _ask(record: PluginRecord, family: ModelFamily, checkpoint: Checkpoint) -> Candidate:
     try:
         specificity = family.matches.specificity(checkpoint)
+        if specificity is not None and type(specificity) is not int:
+            raise TypeError(f"a specificity is a whole number or None, not {specificity!r}")
         reason = f"{family.matches} holds" if specificity is not None else why_not(family.matches, checkpoint)
     except CheckpointError:
         raise
-    except Exception as error:  # a predicate of a plugin's own
+    except (Exception, SystemExit) as error:  # a predicate of a plugin's own
         specificity, reason = None, f"its predicate raised {one_line(error)}"
     return Candidate(record.entry, family, specificity, reason)
 

@@ -61,12 +61,23 @@ class DiffusionEngine:
     def _start(self, resolved: Resolved) -> AsyncLLM:
         for name, value in resolved.platform.environment.items():
             os.environ.setdefault(name, value)
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # vLLM forks by default, which threads forbid
         get_manager().require(resolved.family, resolved.platform)
         activate()
         arguments = engine_arguments(resolved, str(self.results.path))
         before = set(multiprocessing.active_children())
         with _plugin_set_in_environment():
-            client: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            try:
+                engine_args = AsyncEngineArgs(**arguments)
+                config = engine_args.create_engine_config()
+            except ValueError as error:  # pydantic's is one
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"vLLM refuses the configuration of stage {self.stage!r}: {reason}") from None
+            client: AsyncLLM = AsyncLLM.from_vllm_config(
+                config,
+                enable_log_requests=engine_args.enable_log_requests,
+                disable_log_stats=engine_args.disable_log_stats,
+            )
         self._processes = set(multiprocessing.active_children()) - before
         return client
 
@@ -169,8 +180,10 @@ def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
     """The engine arguments of a resolved diffusion stage: what was configured, and what the core fixes."""
     config = resolved.stage
     configured = {name: s.value for name, s in config.engine.items() if s.source != VLLM_DEFAULT}
-    if configured.get("distributed_executor_backend") == "uni":
-        # By its name some platforms turn "uni" into "mp"; by its class it is what was asked for.
+    ranks = configured.get("tensor_parallel_size", 1)
+    if configured.get("distributed_executor_backend", "uni" if ranks == 1 else None) == "uni":
+        # One rank needs no process of its own. By its name some platforms turn "uni" into "mp"; by its class it is
+        # what was asked for.
         configured["distributed_executor_backend"] = UNI_EXECUTOR
     backend = config.attention_backend.value
     attention = resolved.platform.attention

@@ -216,6 +216,9 @@ def _files_of_index(index: Path) -> dict[str, Path]:
         files = {str(name): index.parent / str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors shards ({error!r})") from error
+    outside = sorted({file.name for file in files.values() if file.parent != index.parent})
+    if outside:
+        raise CheckpointError(f"{index} names files outside its folder: {_listed(outside)}")
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:
         raise CheckpointError(

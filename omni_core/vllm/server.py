@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import socket
 import tempfile
 from argparse import Namespace
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.logger import init_logger
 
 from omni_core.config.model import Resolved
+from omni_core.diffusion.results import sweep
+from omni_core.errors import ConfigError
 from omni_core.http.jobs import JobStore
 from omni_core.http.metrics import StageCollector
 from omni_core.http.stages import stage_router
@@ -35,6 +38,8 @@ from omni_core.vllm.engine import DiffusionEngine
 from omni_core.vllm.media import ImageFetcher
 
 logger = init_logger(__name__)
+
+PRIVATE_STORE = "omni-videos-"
 
 # Routes of the stock app that need a token model: they could only answer with a server error.
 _TOKEN_ROUTES = ("/tokenize", "/detokenize", "/v1/systemone", "/v1/decisions", "/invocations")
@@ -52,22 +57,52 @@ def serve(resolved: Resolved, args: Namespace) -> None:
 
     signal.signal(signal.SIGTERM, interrupt)  # until the launcher installs its own
     check_encoder()
-    uvloop.run(_serve(resolved, args))
-
-
-async def _serve(resolved: Resolved, args: Namespace) -> None:
-    listen_address, sock = setup_server(args, reuse_port=False)
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
+        listen_address, sock = _listen(args)
         stack.callback(sock.close)
-        private = stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-videos-", ignore_cleanup_errors=True))
+        store = _open_store(resolved, stack)
+        # Outside the event loop, under which a signal would wait until the model is loaded.
         stage = SupervisedStage(lambda: DiffusionEngine(resolved))
-        stack.push_async_callback(asyncio.to_thread, stage.close)
-        stage.watch()
-        store = JobStore(
-            resolved.server.video_store or Path(private),
-            ttl=resolved.server.video_ttl_seconds,
-            limit=resolved.server.max_stored_videos,
-        )
+        stack.callback(stage.close)
+        uvloop.run(_serve(resolved, args, listen_address, sock, stage, store))
+
+
+def _listen(args: Namespace) -> tuple[str, socket.socket]:
+    """Bind the address before the model is loaded. Raises ``ConfigError`` if that cannot be done."""
+    try:
+        listen_address, sock = setup_server(args, reuse_port=False)
+    except (OSError, OverflowError, ValueError) as error:
+        where = args.uds or f"{args.host or '0.0.0.0'}:{args.port}"
+        raise ConfigError(f"cannot listen on {where}: {error}") from None
+    return listen_address, sock
+
+
+def _open_store(resolved: Resolved, stack: ExitStack) -> JobStore:
+    """The store of videos: the operator's folder, or one of this server's own that goes with it."""
+    folder = resolved.server.video_store
+    if folder is None:
+        base = Path(tempfile.gettempdir())
+        sweep(base, PRIVATE_STORE)
+        folder = Path(tempfile.mkdtemp(prefix=PRIVATE_STORE, dir=base))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        store = JobStore(folder, ttl=resolved.server.video_ttl_seconds, limit=resolved.server.max_stored_videos)
+    except OSError as error:
+        raise ConfigError(f"cannot keep videos in {folder}: {error.strerror}") from None
+    stack.callback(store.close)
+    return store
+
+
+async def _serve(
+    resolved: Resolved,
+    args: Namespace,
+    listen_address: str,
+    sock: socket.socket,
+    stage: SupervisedStage,
+    store: JobStore,
+) -> None:
+    stage.watch()
+    with ExitStack() as stack:
         engine = video_engine(resolved, stage)
         service = VideoService(engine, store, served_names(resolved), _image_fetcher(resolved))
         collector = StageCollector(stage, engine)
@@ -92,7 +127,6 @@ async def _serve(resolved: Resolved, args: Namespace) -> None:
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             h11_max_header_count=args.h11_max_header_count,
         )
-        await service.close()
         await shutdown
 
 
@@ -116,8 +150,9 @@ class LauncherClient:
     should_keep_api_server_alive = True
     vllm_config = SimpleNamespace(shutdown_timeout=0)
 
-    def __init__(self, stage: SupervisedStage) -> None:
-        self._stage = stage
+    def __init__(self, stage: SupervisedStage, service: VideoService) -> None:
+        self._stage, self._service = stage, service
+        self._loop = asyncio.get_running_loop()
 
     async def check_health(self) -> None:
         """Stages answer for themselves, in ``/health``."""
@@ -126,7 +161,8 @@ class LauncherClient:
         """There are no statistics of tokens to log."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the stage; the launcher calls this on SIGINT and SIGTERM."""
+        """End the jobs, then the stage; the launcher calls this in a thread, on SIGINT and SIGTERM."""
+        asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result()
         self._stage.close()
 
 
@@ -155,7 +191,7 @@ def make_app(resolved: Resolved, args: Namespace, stage: SupervisedStage, servic
         routes = get_manager().http_routes(name)
         app.include_router(load_reference(routes.router)(service.engine))
     state = app.state
-    state.engine_client = LauncherClient(stage)
+    state.engine_client = LauncherClient(stage, service)
     state.args = args
     state.log_stats = not args.disable_log_stats
     state.vllm_config = state.engine_client.vllm_config

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from made_up import ENGINE_ARGUMENTS, shipping
 
 from omni_core.config import Explicit, Setting, as_argument, resolve
+from omni_core.config.arguments_table import DEFAULTS
 from omni_core.config.deploy import Deploy, override_from_item, override_from_text
 from omni_core.config.model import VLLM_DEFAULT
 from omni_core.errors import ConfigError, PluginError
@@ -54,6 +55,7 @@ def test_the_strongest_layer_that_speaks_wins_and_is_named(served, flags, sets, 
             ("deploy file d.yaml", deploy),
             ("family made-up", family | {"gain": 0.5}),
             ("platform hardware", platform),
+            ("omni default", DEFAULTS),
             (VLLM_DEFAULT, {name: argument.default for name, argument in ENGINE_ARGUMENTS.items()}),
         ]
         expected = next(Setting(values[key], source) for source, values in layers if key in values)

@@ -296,3 +296,30 @@ def test_small_requests_take_many_steps_for_one_of_a_large_one(loop):
     loop.run()
     np.testing.assert_array_equal(loop.frames(large), toy_video("a cat", 1, steps=6, width=128, height=128))
     np.testing.assert_array_equal(loop.frames(small), toy_video("a dog", 2, steps=40))
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("start", lambda request: None, "start must return a DiffusionState"),
+        ("batch_key", lambda state: [], "unhashable"),
+        ("predict", lambda states: [], "one tensor per state"),
+        ("cost", lambda state: 1 / 0, "division by zero"),
+        ("decode", lambda state: iter([torch.zeros(5, 31, 32, 3)]), "decode must give float frames"),
+        ("decode", lambda state: iter([torch.full((5, 32, 32, 3), torch.nan)]), "no numbers"),
+        ("decode", lambda state: iter([torch.zeros(4, 32, 32, 3)]), "decode ended after 4 of 5 frames"),
+        ("decode", lambda state: iter([torch.zeros(6, 32, 32, 3)]), "6 frames were decoded, 5 were asked for"),
+        ("advance", lambda state, prediction: exit(1), "SystemExit"),
+    ],
+)
+def test_a_mistake_of_the_family_fails_the_request_and_not_the_engine(loop, monkeypatch, method, wrong, message):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.runner.model, method, wrong)
+        bad = loop.add("a dog", 2)
+        loop.run()
+    report = loop.last(bad)
+    assert report.finish_reason == FinishReason.ERROR and message in report.kv_transfer_params["error"]
+    good = loop.add("a cat", 1)
+    loop.run()
+    np.testing.assert_array_equal(loop.frames(good), toy_video("a cat", 1))
+    assert loop.results.pending() == []

@@ -108,6 +108,15 @@ class RunnerStats:
         return {"steps": self.steps, "forwards": forwards, "seconds": dict(self.seconds)}
 
 
+def describe(error: BaseException) -> str:
+    """An exception as text that can travel: bounded, Unicode, and there even if the exception cannot say itself."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text[:2000].encode("utf-8", "replace").decode()
+
+
 class DiffusionModelRunner:
     """What a stock vLLM worker delegates to in a diffusion stage.
 
@@ -124,7 +133,6 @@ class DiffusionModelRunner:
         self.settings = StageSettings.from_config(vllm_config.additional_config)
         self.model: DiffusionModel[Any, Any]
         self.request_model: type[VideoRequest]
-        self.kv_caches: list[torch.Tensor] = []
         self.running: dict[str, RunningRequest] = {}
         self.shares = FairShare()
         self.stats = RunnerStats()
@@ -134,8 +142,8 @@ class DiffusionModelRunner:
     def load_model(self, load_dummy_weights: bool = False) -> None:
         try:
             self._load()
-        except OmniError as error:
-            report_failure(self.settings.results, error)
+        except Exception as error:
+            report_failure(self.settings.results, str(error) if isinstance(error, OmniError) else describe(error))
             raise
 
     def _load(self) -> None:
@@ -217,7 +225,8 @@ class DiffusionModelRunner:
         begin = time.perf_counter()
         try:
             value = work(*arguments)
-        except Exception as error:  # one request's failure must not end the engine
+            self._synchronise()
+        except (Exception, SystemExit) as error:  # one request's failure must not end the engine
             self._fail(phase, requests, error)
             return None
         elapsed = time.perf_counter() - begin
@@ -227,18 +236,18 @@ class DiffusionModelRunner:
             request.phase = phase
         return value
 
-    def _fail(self, phase: Phase, requests: Sequence[RunningRequest], error: Exception) -> None:
+    def _fail(self, phase: Phase, requests: Sequence[RunningRequest], error: BaseException) -> None:
         """Make ``error``, which the model raised, the end of ``requests``."""
         self._confirm(phase, error)
         self._record(phase, requests, error)
 
-    def _record(self, phase: Phase, requests: Sequence[RunningRequest], error: Exception) -> None:
+    def _record(self, phase: Phase, requests: Sequence[RunningRequest], error: BaseException) -> None:
         logger.error("stage %s: a request failed in %s", self.settings.stage, phase, exc_info=error)
         for request in requests:
-            request.error = f"{phase} failed: {type(error).__name__}: {error}"
+            request.error = f"{phase} failed: {describe(error)}"
             request.drop()
 
-    def _confirm(self, phase: Phase, error: Exception) -> None:
+    def _confirm(self, phase: Phase, error: BaseException) -> None:
         """With several ranks: make sure that all of them failed here, or end this one.
 
         What a request does wrong it does on every rank, before any of them waits for another. A rank that fails alone
@@ -258,14 +267,17 @@ class DiffusionModelRunner:
 
     def _start(self, request_id: str, request: RunningRequest) -> None:
         parsed = parse_request(self.request_model, request.job.request)
-        request.state = self.model.start(parsed)
+        state = self.model.start(parsed)
+        if not isinstance(state, DiffusionState) or type(state.num_steps) is not int or state.num_steps < 1:
+            raise TypeError(f"start must return a DiffusionState with num_steps of at least 1, got {state!r:.200}")
+        request.state = state
         self.shares.join(request_id)
 
     def _denoise(self, requests: Mapping[str, RunningRequest]) -> None:
         """One denoising step of each request whose turn it is."""
         groups: defaultdict[Hashable, list[str]] = defaultdict(list)
         for request_id, request in requests.items():
-            key = self._timed("denoise", [request], self.model.batch_key, request.state)
+            key = self._timed("denoise", [request], self._batch_key, request)
             if request.error is None:
                 groups[key].append(request_id)
         for key in self.shares.choose(groups):
@@ -273,6 +285,12 @@ class DiffusionModelRunner:
             for request_id, request in zip(groups[key], group, strict=True):
                 self.shares.charge(request_id, self._timed("denoise", [request], self.model.cost, request.state) or 0)
             self._denoise_group([request for request in group if request.error is None])
+
+    def _batch_key(self, request: RunningRequest) -> Hashable:
+        assert request.state is not None
+        key = self.model.batch_key(request.state)
+        hash(key)
+        return key
 
     def _denoise_group(self, group: list[RunningRequest]) -> None:
         """One forward for the group; if it fails, one for each, so that only the request at fault fails."""
@@ -282,7 +300,10 @@ class DiffusionModelRunner:
         states = [request.state for request in group if request.state is not None]
         try:
             predictions = self.model.predict(states)
-        except Exception as error:
+            if len(predictions) != len(states):
+                raise TypeError(f"predict must return one tensor per state: {len(predictions)} for {len(states)}")
+            self._synchronise()
+        except (Exception, SystemExit) as error:
             if len(group) > 1:
                 self._confirm("denoise", error)
                 logger.warning("stage %s: a batch of %d failed, running each alone", self.settings.stage, len(group))
@@ -323,10 +344,24 @@ class DiffusionModelRunner:
         chunk = next(request.chunks, None)
         if chunk is None:
             raise ValueError(f"decode ended after {request.decoded} of {request.state.request.num_frames} frames")
+        self._check_chunk(chunk, request.state.request)
         request.decoded += len(chunk)
         if self.rank != 0 and request.decoded >= request.state.request.num_frames:
             request.result = "on rank 0"
         return chunk
+
+    @staticmethod
+    def _check_chunk(chunk: torch.Tensor, request: VideoRequest) -> None:
+        expected = (request.height, request.width, 3)
+        if not chunk.is_floating_point() or tuple(chunk.shape[1:]) != expected:
+            raise ValueError(f"decode must give float frames of {expected}, got {chunk.dtype} {tuple(chunk.shape[1:])}")
+        if not bool(torch.isfinite(chunk).all()):
+            raise ValueError("the model gave frames with values that are no numbers")
+
+    def _synchronise(self) -> None:
+        """Wait for the device, so that times are true and an error belongs to the work that caused it."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def _write(self, request_id: str, request: RunningRequest, chunk: torch.Tensor) -> None:
         assert request.state is not None
