@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import platform
 import subprocess
 import sys
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 CHILD_TIMEOUT = 120
 """Seconds for a child process to import vLLM; on a cold file system that takes most of a minute."""
 
-PLATFORM_PROBE = "omni_core.vllm.probe"
-SELF_TEST = "omni_core.vllm.contact"
+PROBE = "omni_core.vllm.probe"
 
 
 class Status(StrEnum):
@@ -120,20 +120,20 @@ def _hardware(manager: PluginManager) -> list[Finding]:
     """What vLLM runs on, asked in a child process, since asking imports vLLM and torch and may touch the device."""
     if find_vllm() is None:
         return [Finding("platform", Status.SKIPPED, "needs vLLM")]
-    answer, error = _run_module(PLATFORM_PROBE)
-    device_type = answer.removeprefix("device_type=")
-    if error or not device_type:
+    line, error = _run_module(PROBE)
+    answer = {} if error else json.loads(line)
+    device_type = answer.get("device_type")
+    if not device_type:
         return [Finding("platform", Status.ERROR, f"vLLM does not say what it runs on: {error or 'no platform found'}")]
     try:
         found = manager.platform(device_type)
-        detail = f"{device_type}, served by {manager.provider(found).entry}"
-        findings = [Finding("platform", Status.OK, detail)]
+        findings = [Finding("platform", Status.OK, f"{device_type}, served by {manager.provider(found).entry}")]
     except OmniError as reason:
         findings = [Finding("platform", Status.ERROR, f"vLLM runs on {device_type!r}: {reason}")]
-    if importlib.util.find_spec(SELF_TEST) is not None:
-        answer, error = _run_module(SELF_TEST)
-        findings.append(Finding("vLLM symbols", Status.ERROR if error else Status.OK, error or answer))
-    return findings
+    if answer["missing"]:
+        lacks = f"this vLLM lacks {', '.join(answer['missing'])}"
+        return [*findings, Finding("vLLM symbols", Status.ERROR, lacks)]
+    return [*findings, Finding("vLLM symbols", Status.OK, f"all {answer['symbols']} that the core touches")]
 
 
 def _run_module(module: str) -> tuple[str, str | None]:

@@ -194,7 +194,7 @@ class _StageResolver:
         for entry in self._explicit(explicit, overrides):
             before = top.get(entry.key)
             self._put(top, entry)
-            if before is not None and before.value != top[entry.key].value:
+            if before is not None and before.source != entry.source and before.value != top[entry.key].value:
                 raise ConfigError(
                     f"{before.source} says {before.value!r} and {entry.source} says {entry.value!r}; give one of them"
                 )

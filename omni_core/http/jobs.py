@@ -118,7 +118,7 @@ class JobStore:
             if not _ID.fullmatch(path.stem):
                 continue
             try:
-                job = _JOB.validate_python(json.loads(path.read_text()), strict=True)
+                job = _JOB.validate_json(path.read_bytes(), strict=True)
             except (OSError, ValueError):
                 continue
             if job.id != path.stem:
