@@ -142,7 +142,7 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
 
     def cost(self, state: WanState) -> float:
         """Positions of the latent video, once for each half of classifier-free guidance."""
-        return state.latents.numel() * (1 if state.negative is None else 2)
+        return float(state.latents.numel() * (1 if state.negative is None else 2))
 
     def decode(self, state: WanState) -> Iterator[torch.Tensor]:
         """One latent frame a chunk."""

@@ -36,7 +36,7 @@ def omni_model_families() -> list[ModelFamily]:
                 Combination(
                     frozenset({"tensor-parallel"}),
                     Support.LIMITED,
-                    "checked on two CPU ranks; text encoder and VAE are held whole by every rank",
+                    "checked on two CPU ranks (T2V and I2V A14B, TI2V 5B); each holds text encoder and VAE whole",
                 ),
             ),
         )
