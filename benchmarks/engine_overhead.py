@@ -97,25 +97,31 @@ async def engine_round(engine: Any, requests: Sequence[Any]) -> tuple[float, flo
 
 
 async def measure(folder: Path, executor: str, arguments: argparse.Namespace) -> list[Case]:
-    """Alternate bare and engine rounds of one model and executor, for each number of requests."""
+    """The rounds of one model and executor, for each number of requests."""
     from omni_core.api import AsyncOmni
+    from omni_core.vllm.parallel import parallel_state
 
     most = max(arguments.requests)
     cases = [Case(folder.name, executor, number) for number in arguments.requests]
     async with AsyncOmni(folder, distributed_executor_backend=executor, max_num_seqs=most) as omni:
-        model = load_bare(omni.resolved)
-        fields = request_fields(arguments, arguments.steps)
-        for number in range(-1, arguments.rounds):  # the first is not counted
-            for case in cases:
-                values = [{"prompt": f"prompt {i}", "seed": i, **fields} for i in range(case.requests)]
-                requests = [omni.engine.parse(value) for value in values]
-                bare = bare_round(model, requests)
-                engine, own = await engine_round(omni.engine, requests)
-                if number >= 0:
-                    case.bare.append(bare)
-                    case.engine.append(engine)
-                    case.model.append(own)
+        with parallel_state():  # which a worker has before it loads a model
+            await alternate(omni, load_bare(omni.resolved), cases, arguments)
     return cases
+
+
+async def alternate(omni: Any, model: Any, cases: Sequence[Case], arguments: argparse.Namespace) -> None:
+    """Alternate bare and engine rounds; the first of each case is not counted."""
+    fields = request_fields(arguments, arguments.steps)
+    for number in range(-1, arguments.rounds):
+        for case in cases:
+            values = [{"prompt": f"prompt {i}", "seed": i, **fields} for i in range(case.requests)]
+            requests = [omni.engine.parse(value) for value in values]
+            bare = bare_round(model, requests)
+            engine, own = await engine_round(omni.engine, requests)
+            if number >= 0:
+                case.bare.append(bare)
+                case.engine.append(engine)
+                case.model.append(own)
 
 
 def main() -> None:
