@@ -33,6 +33,8 @@ from common import (
     table,
 )
 
+ATTEMPTS = 5
+
 
 @dataclass
 class Case:
@@ -75,7 +77,18 @@ def bare_round(model: Any, requests: Sequence[Any]) -> float:
 
 
 async def engine_round(engine: Any, requests: Sequence[Any]) -> tuple[float, float]:
-    """Milliseconds a step of the engine, and of that what its worker says the model took."""
+    """Milliseconds a step of the engine, and of that what its worker says the model took.
+
+    Reports coalesce while this process is kept from reading them; a round of which nothing is seen is run again.
+    """
+    for _ in range(ATTEMPTS):
+        if (figures := await try_round(engine, requests)) is not None:
+            return figures
+    raise SystemExit("the requests were not seen to denoise together; give more --steps")
+
+
+async def try_round(engine: Any, requests: Sequence[Any]) -> tuple[float, float] | None:
+    """The figures of ``engine_round``, or ``None`` where too little was seen."""
     seen: list[list[tuple[float, int]]] = [[] for _ in requests]
 
     def note(index: int, progress: Any) -> None:
@@ -87,11 +100,13 @@ async def engine_round(engine: Any, requests: Sequence[Any]) -> tuple[float, flo
         for index, request in enumerate(requests)
     ]
     outputs = await asyncio.gather(*work)
+    if not all(seen):
+        return None
     begin, end = max(steps[0][0] for steps in seen), min(steps[-1][0] for steps in seen)
     together = [[event for event in steps if begin <= event[0] <= end] for steps in seen]
     figures = [1000 * (s[-1][0] - s[0][0]) / (s[-1][1] - s[0][1]) for s in together if len(s) > 1]
     if not figures:
-        raise SystemExit("the requests did not denoise together for two steps; give more --steps")
+        return None
     model = [1000 * o.seconds["denoise"] / o.request.num_inference_steps for o in outputs]
     return median(figures), median(model)
 
