@@ -117,10 +117,12 @@ def machine() -> str:
 
 
 def _commit() -> str:
-    """The commit that is checked out, with ``-dirty`` where files differ from it."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit that is checked out, with ``-dirty`` where files other than the page of performance differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    done = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    others = [*git, "diff", "--quiet", "HEAD", "--", ".", f":!{PERFORMANCE.relative_to(ROOT)}"]
+    dirty = subprocess.run(others, capture_output=True, check=False).returncode
+    return f"{done.stdout.strip() or 'unknown'}{'-dirty' if dirty else ''}"
 
 
 def _vllm() -> str:
