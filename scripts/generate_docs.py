@@ -29,9 +29,12 @@ from omni_core.config.model import ServerConfig  # noqa: E402
 from omni_core.config.resolve import as_flag  # noqa: E402
 from omni_core.config.server import server_settings  # noqa: E402
 from omni_core.http.jobs import VideoJob  # noqa: E402
+from omni_core.http.metrics import StageCollector  # noqa: E402
+from omni_core.http.stages import stage_router  # noqa: E402
 from omni_core.http.videos import video_router  # noqa: E402
 from omni_core.plugins import hookspecs  # noqa: E402
 from omni_core.requests import VideoRequest, describe_field  # noqa: E402
+from omni_core.runtime import RequestRecord  # noqa: E402
 from omni_plugin_wan22.request import MAX_AREA  # noqa: E402
 from omni_plugin_wan22.request import request as wan_request  # noqa: E402
 
@@ -41,16 +44,19 @@ PART = re.compile(r"(<!-- generated: (\S+)(?: ([^\n]*?))? -->\n)(.*?)(<!-- end -
 class WanFiles:
     """The configuration files of a Wan checkpoint; ``shift`` and ``boundary`` are what tells two of them apart."""
 
-    def __init__(self, *, shift: float, boundary: float | None) -> None:
-        transformer = {"patch_size": [1, 2, 2], "in_channels": 16, "rope_max_seq_len": 1024}
+    def __init__(self, *, shift: float, boundary: float | None, first_frame: bool = False) -> None:
+        channels, scale = (48, 16) if first_frame else (16, 8)
+        transformer = {"patch_size": [1, 2, 2], "in_channels": channels, "rope_max_seq_len": 1024}
         scheduler = {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True}
         self.files: Mapping[str, Mapping[str, Any]] = {
-            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": boundary},
+            "model_index.json": {
+                "_class_name": "WanPipeline", "boundary_ratio": boundary, "expand_timesteps": first_frame,
+            },
             "text_encoder/config.json": {"model_type": "umt5"},
             "tokenizer/tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"},
             "transformer/config.json": transformer,
             "transformer_2/config.json": transformer,
-            "vae/config.json": {"z_dim": 16, "scale_factor_temporal": 4, "scale_factor_spatial": 8},
+            "vae/config.json": {"z_dim": channels, "scale_factor_temporal": 4, "scale_factor_spatial": scale},
             "scheduler/scheduler_config.json": {
                 **scheduler, "prediction_type": "flow_prediction", "flow_shift": shift,
             },
@@ -63,6 +69,11 @@ class WanFiles:
 def wan_request_model(*, experts: int, shift: float = 3.0, boundary: float = 0.875) -> type[VideoRequest]:
     """The request model of a genuine Wan checkpoint, as far as its configuration decides it."""
     return wan_request(WanFiles(shift=shift, boundary=boundary if experts == 2 else None))  # type: ignore[arg-type]
+
+
+def wan_image_request_model() -> type[VideoRequest]:
+    """The request model of TI2V 5B, which takes a first frame."""
+    return wan_request(WanFiles(shift=5.0, boundary=None, first_frame=True))  # type: ignore[arg-type]
 
 
 def wan22_request(argument: str) -> str:
@@ -96,15 +107,32 @@ def _default(model: type[VideoRequest], name: str) -> str:
 
 
 def routes(argument: str) -> str:
-    """The routes of the videos API."""
-    engine = SimpleNamespace(request_model=VideoRequest)
-    router = video_router(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
+    """The routes of the videos API (``videos``) or those about the stages (``stages``)."""
+    if argument == "stages":
+        router = stage_router(SimpleNamespace())  # type: ignore[arg-type]
+    else:
+        router = video_router(SimpleNamespace(engine=SimpleNamespace(request_model=VideoRequest)))  # type: ignore[arg-type]
     rows = [
         (f"`{method} {route.path}`", inspect.cleandoc(route.endpoint.__doc__ or ""))  # type: ignore[attr-defined]
         for route in router.routes
         for method in sorted(route.methods)  # type: ignore[attr-defined]
     ]
     return table(("route", "what it does"), rows)
+
+
+def metrics(argument: str) -> str:
+    """Omni's own Prometheus metrics, collected from a stage that has done one thing of each kind."""
+    totals = {"forwards": {"1": 1}, "seconds": {"denoise": 1.0}}
+    stage = SimpleNamespace(stage="diffusion", state="running", restarts=0, totals=totals)
+    engine = SimpleNamespace(active=0, running=0, ended={"done": 1})
+    collector = StageCollector(stage, engine)  # type: ignore[arg-type]
+    engine.on_end(RequestRecord("done", {"queue": 1.0}))
+    rows = []
+    for metric in collector.collect():
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = [label for label in metric.samples[0].labels if label != "le"]
+        rows.append((f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels), metric.documentation))
+    return table(("metric", "kind", "labels", "meaning"), rows)
 
 
 def job(argument: str) -> str:
@@ -234,6 +262,7 @@ PARTS: Mapping[str, Callable[[str], str]] = {
     "fixed-arguments": fixed_arguments,
     "hooks": hooks,
     "job": job,
+    "metrics": metrics,
     "options": own_options,
     "routes": routes,
     "server-settings": server_table,

@@ -19,15 +19,19 @@ from omni_core.config import Explicit, Served, resolve
 from omni_core.config.deploy import override_from_text, read_deploy
 from omni_core.config.server import server_settings
 from omni_core.errors import RequestError
-from omni_core.http.bodies import SHARED, to_request_values
+from omni_core.http.bodies import MAX_BODY_BYTES, MAX_IMAGE_BODY_BYTES, SHARED, to_request_values
 from omni_core.http.errors import _TYPES, error_response
+from omni_core.http.images import ALIASES, with_placeholders
 from omni_core.http.jobs import VideoJob
+from omni_core.http.stages import SleepRequest
+from omni_core.images import MAX_SIDE
 from omni_core.plugins.declarations import ModelFamily, load_reference
 from omni_core.plugins.loading import PluginEntry, load_plugin
 from omni_core.requests import parse_request
+from omni_core.supervisor import LAST_DELAY, StageState, SupervisedStage
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "toy")]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "examples" / "omni-plugin-noise")]
 
 import generate_docs  # noqa: E402
 import vllm_contact  # noqa: E402
@@ -35,7 +39,8 @@ import vllm_contact  # noqa: E402
 PAGES = [page for page in generate_docs.pages() if page.name != "vllm-contact.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-PATH = re.compile(r"(?<![\w/.<])((?:omni_core|vllm_omni|plugins|tests|scripts|docs|constraints|dev)/[\w./-]*)")
+FOLDERS = "omni_core|vllm_omni|plugins|examples|benchmarks|tests|scripts|docs|constraints|dev"
+PATH = re.compile(rf"(?<![\w/.<])((?:{FOLDERS})/[\w./-]*)")
 
 
 def named(path: Path) -> str:
@@ -99,7 +104,7 @@ def test_a_name_in_our_packages_exists(page):
 def exists(name: str) -> bool:
     """Whether a module, or a name at the top of a module, is in the sources; nothing is imported."""
     roots = [ROOT, ROOT / "plugins/models/wan22", ROOT / "plugins/platforms/cuda", ROOT / "plugins/platforms/cpu"]
-    roots.append(ROOT / "tests" / "toy")
+    roots.append(ROOT / "examples" / "omni-plugin-noise")
     parts = name.split(".")
     for root in roots:
         if root.joinpath(*parts).is_dir() or root.joinpath(*parts).with_suffix(".py").is_file():
@@ -139,10 +144,10 @@ def wan() -> Pages:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """``served(MODEL)``: what serves it, the toy family for a name with ``toy`` in it and else Wan, on the CPU."""
-    toy = tmp_path_factory.mktemp("docs") / "toy-checkpoint"
-    toy.mkdir()
-    (toy / "model_index.json").write_text('{"_class_name": "ToyPipeline"}')
+    """``served(MODEL)``: what serves it, the example for a name with ``noise`` in it and else Wan, on the CPU."""
+    noise = tmp_path_factory.mktemp("docs") / "noise-checkpoint"
+    noise.mkdir()
+    (noise / "model_index.json").write_text('{"_class_name": "NoisePipeline"}')
 
     def declared(name, module):
         return load_plugin(PluginEntry(name, module, name, "0.1.0")).declarations
@@ -150,10 +155,10 @@ def served(tmp_path_factory):
     [platform, *_] = declared("cpu", "omni_platform_cpu.plugin")
 
     def of(model):
-        is_toy = "toy" in model
-        module = "omni_plugin_toy.plugin" if is_toy else "omni_plugin_wan22.plugin"
+        is_noise = "noise" in model
+        module = "omni_plugin_noise.plugin" if is_noise else "omni_plugin_wan22.plugin"
         [family] = [d for d in declared("family", module) if isinstance(d, ModelFamily)]
-        checkpoint = Checkpoint(toy) if is_toy else wan()
+        checkpoint = Checkpoint(noise) if is_noise else wan()
         return Served(checkpoint, family, platform, load_reference(family.pipeline)(checkpoint))
 
     return of
@@ -219,28 +224,30 @@ def test_a_deploy_file_configures(text, tmp_path, served):
 
 
 def curl_bodies(page):
-    """``(JSON text or form fields, are they for the toy family)`` of each ``curl`` that asks for a video."""
+    """``(JSON text or form fields, are they for the example)`` of each ``curl`` that asks for a video."""
     for command in commands(page):
         words = shlex.split(command)
         if words[0] != "curl" or not re.search(r"/v1/videos(/sync)?$", words[1]):
             continue
         form = [value for flag, value in pairwise(words) if flag == "-F"]
         data = [value for flag, value in pairwise(words) if flag == "-d"]
-        yield data[0] if data else dict(item.split("=", 1) for item in form), "toy" in command
+        yield data[0] if data else dict(item.split("=", 1) for item in form), "noise" in command
 
 
 @pytest.mark.parametrize("body", cases(curl_bodies))
 def test_a_body_that_is_shown_is_valid(body):
-    fields, is_toy = body
+    fields, is_noise = body
     typed = isinstance(fields, str)
-    check_request(json.loads(fields) if typed else fields, typed=typed, is_toy=is_toy)
+    check_request(json.loads(fields) if typed else fields, typed=typed, is_noise=is_noise)
 
 
-def check_request(fields, *, typed=True, is_toy=False):
-    from omni_plugin_toy.family import ToyRequest
+def check_request(fields, *, typed=True, is_noise=False):
+    from omni_plugin_noise.family import NoiseRequest
 
-    model = ToyRequest if is_toy else generate_docs.wan_request_model(experts=2)
-    parse_request(model, to_request_values(fields, model), strict=typed)
+    model = NoiseRequest if is_noise else generate_docs.wan_request_model(experts=2)
+    if not fields.keys().isdisjoint(("image", *ALIASES)):
+        model = generate_docs.wan_image_request_model()
+    parse_request(model, with_placeholders(to_request_values(fields, model), model), strict=typed)
 
 
 def parsed(code: str) -> ast.Module | None:
@@ -276,6 +283,23 @@ HTTP = ROOT / "docs" / "http.md"
 def test_the_job_that_is_shown_has_the_fields_of_a_job():
     [job] = [value for text in blocks(HTTP, "json") if (value := json.loads(text)).get("object") == "video"]
     assert list(job) == list(VideoJob("id", "wan", "x", "1x1", "1", 0, 0).to_json())
+
+
+def test_the_health_that_is_shown_is_that_of_a_stage():
+    [health] = [value for text in blocks(HTTP, "json") if "stages" in (value := json.loads(text))]
+    stage = SupervisedStage.__new__(SupervisedStage)
+    stage.state, stage.restarts, stage.reason = StageState.RESTARTING, 1, "its process ended"
+    assert health == {"status": "unhealthy", "stages": {"diffusion": stage.status()}}
+    text = HTTP.read_text(encoding="utf-8")
+    assert all(f"`{state}`" in text for state in StageState)
+    assert all(f"| `{name}` |" in text for name in SleepRequest.model_fields)
+
+
+def test_the_limits_that_are_named_are_those():
+    text = HTTP.read_text(encoding="utf-8")
+    assert f"at most {MAX_BODY_BYTES >> 20} MiB, or {MAX_IMAGE_BODY_BYTES >> 20} MiB where" in text
+    assert f"at most {MAX_SIDE} pixels along each side" in text
+    assert "double up to a minute" in text and LAST_DELAY == 60
 
 
 def test_the_error_that_is_shown_is_the_one_that_is_given():
