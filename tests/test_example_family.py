@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 import zlib
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from omni_core.checkpoint import Checkpoint
+from omni_core.diffusion.contract import StageContext
 from omni_core.diffusion.messages import Job, StageSettings
 from omni_core.diffusion.results import ResultFolder
 from omni_core.errors import RequestError
@@ -128,3 +130,24 @@ def test_each_request_gives_what_it_gives_alone(run):
     for got, fields in zip(frames, (small, twin, large), strict=True):
         np.testing.assert_allclose(got, expected(**fields), atol=1e-5)
     assert stats.forwards[2] > 0, "requests of one size share forwards"
+
+
+def test_the_way_to_load_weights_that_the_page_shows_works(tmp_path):
+    from safetensors.torch import save_file
+
+    page = (EXAMPLE.parents[1] / "docs" / "writing-a-model-family.md").read_text(encoding="utf-8")
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def load_network" in block]
+    shown = {}
+    exec(code, shown)
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)
+
+    network = Network()
+    (tmp_path / "transformer").mkdir()
+    save_file(network.state_dict(), tmp_path / "transformer" / "model.safetensors")
+    context = StageContext(tmp_path, torch.device("cpu"), torch.float32, attention=None)
+    loaded = shown["load_network"](Network, context)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in network.state_dict().items())
