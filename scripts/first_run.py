@@ -84,7 +84,7 @@ def serve(checkpoint: Path, log: Path) -> Iterator[httpx.Client]:
         port = probe.getsockname()[1]
     omni = Path(sys.executable).with_name("omni")
     command = [str(omni), "serve", str(checkpoint), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", "wan2.2-tiny"]
+    command += ["--served-model-name", "wan2.2-tiny", "--disable-uvicorn-access-log"]
     env = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -131,7 +131,7 @@ def generate(client: httpx.Client, body: dict[str, object]) -> bytes:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(job["status"], total=100)
         while job["status"] in ("queued", "in_progress"):
-            time.sleep(0.05)
+            time.sleep(0.2)
             job = client.get(f"/v1/videos/{job['id']}").json()
             progress.update(task, completed=job["progress"], description=job["status"])
     if job["status"] != "completed":

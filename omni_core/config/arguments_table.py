@@ -25,6 +25,8 @@ DIFFUSION = frozenset({
     "gpu_memory_utilization", "enable_sleep_mode", "enable_cumem_allocator",
     # how many requests take part in a step
     "max_num_seqs",
+    # whether the model's blocks stay uncompiled
+    "enforce_eager",
     # where images of requests may come from
     "allowed_local_media_path", "allowed_media_domains",
     # observing
@@ -55,7 +57,6 @@ _ONE_SERVER = "Omni runs one server process"
 _CORE = "omni-core decides it"
 
 FIXED: Mapping[str, tuple[Any, str]] = {
-    "enforce_eager": (True, "a diffusion stage captures no graphs"),
     "async_scheduling": (False, _CORE),
     "enable_prefix_caching": (False, "there is no key-value cache"),
     "skip_tokenizer_init": (True, _CORE),

@@ -43,6 +43,7 @@ class StageContext:
         dtype: the dtype asked for; a family may keep parts in float32.
         attention: the attention to call.
         options: the stage's own options (``DiffusionStage.options``, as configured).
+        compile: whether to compile the network's repeated blocks (``torch.nn.Module.compile``).
     """
 
     checkpoint: Path
@@ -50,6 +51,7 @@ class StageContext:
     dtype: torch.dtype
     attention: Attention
     options: Mapping[str, Any] = field(default_factory=dict)
+    compile: bool = False
 
 
 @dataclass

@@ -29,6 +29,7 @@ class StageSettings:
         request: ``"module:function"`` that gives the request model of a checkpoint.
         results: folder in shared memory into which workers write frames.
         options: the family's own stage options.
+        compile: whether the model compiles its repeated blocks.
     """
 
     stage: str
@@ -38,6 +39,7 @@ class StageSettings:
     request: str
     results: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    compile: bool = False
 
     def to_config(self) -> dict[str, Any]:
         """The form that goes into ``additional_config``."""

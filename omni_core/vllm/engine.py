@@ -197,6 +197,7 @@ def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
         request=resolved.family.request,
         results=results,
         options={name: setting.value for name, setting in config.options.items()},
+        compile=not configured.get("enforce_eager", False),
     )
     module, _, name = resolved.platform.diffusion_worker.partition(":")
     path = str(resolved.checkpoint.local_path())
@@ -210,7 +211,7 @@ def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
         "worker_cls": f"{module}.{name}",
         "async_scheduling": False,
         "enable_prefix_caching": False,
-        "enforce_eager": True,
+        "enforce_eager": True,  # of vLLM's own compilation and graphs; the model compiles its blocks itself
         "additional_config": settings.to_config(),
     }
 

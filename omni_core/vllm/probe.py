@@ -1,4 +1,4 @@
-"""Run as a program (``python -m omni_core.vllm.probe``): what vLLM runs on here, and whether it has what Omni touches."""
+"""``python -m omni_core.vllm.probe``: what vLLM runs on here, and whether it has every symbol that Omni touches."""
 
 from __future__ import annotations
 

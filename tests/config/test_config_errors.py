@@ -75,7 +75,6 @@ def test_a_wrong_set(configure, text, message):
         ({"worker_cls": "a.B"}, f"--worker-cls cannot be set for {STAGE}: omni-core decides it"),
         ({"seed": 0}, 'send "seed" with it'),
         ({"trust_remote_code": True}, "--trust-remote-code cannot be used for .* is never run"),
-        ({"enforce_eager": False}, "--enforce-eager cannot be False for .* captures no graphs"),
         ({"chat_template": "x"}, f"--chat-template has no meaning for {STAGE}"),
         ({"api_server_count": 2}, "--api-server-count cannot be 2 for .*: Omni runs one server process"),
         ({"headless": True}, "--headless cannot be used for .*--distributed-executor-backend ray"),
@@ -91,7 +90,7 @@ def test_a_flag_that_would_do_nothing_is_refused(configure, flags, message):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"enforce_eager": True}, {"trust_remote_code": False}, {"api_server_count": 1}, {"data_parallel_size": 1}],
+    [{"trust_remote_code": False}, {"api_server_count": 1}, {"data_parallel_size": 1}],
 )
 def test_asking_for_what_is_done_anyway_is_fine(configure, flags):
     assert configure(**flags).stage.engine.keys().isdisjoint(flags)

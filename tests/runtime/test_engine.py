@@ -25,7 +25,8 @@ def stage(request, resolve_toy):
     engine.loop = loop
     assert "OMNI_PLUGIN_SET" not in os.environ, "later processes are not Omni's"
     yield engine
-    children = [c for c in psutil.Process().children(recursive=True) if "VLLM" in c.name()]
+    own = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
+    children = [process for child in own for process in (child, *child.children(recursive=True))]
     assert children
     loop.run_until_complete(asyncio.to_thread(engine.close))
     _, alive = psutil.wait_procs(children, timeout=15)

@@ -27,7 +27,7 @@ from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageCo
 from omni_core.diffusion.fairness import FairShare
 from omni_core.diffusion.messages import Job, Phase, Report, StageSettings
 from omni_core.diffusion.results import ResultWriter, report_failure
-from omni_core.errors import OmniError
+from omni_core.errors import OmniError, RequestError
 from omni_core.plugins.declarations import load_reference
 from omni_core.requests import VideoRequest, parse_request
 from omni_core.vllm.activate import activate
@@ -157,8 +157,23 @@ class DiffusionModelRunner:
             dtype=model_config.dtype,
             attention=load_reference(self.settings.attention),
             options=self.settings.options,
+            compile=self.settings.compile,
         )
         self.model = load_reference(self.settings.model).load(context).eval()
+        if self.settings.compile:
+            self._warm_up()
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _warm_up(self) -> None:
+        """Compile for a request with the family's defaults now, so that the first client does not wait for it."""
+        try:
+            request = parse_request(self.request_model, {"prompt": "warm-up", "seed": 0})
+        except RequestError:
+            return  # it needs more than a prompt, such as an image
+        begin = time.perf_counter()
+        self.model.predict([self.model.start(request)])
+        self._synchronise()
+        logger.info("stage %s: compiled in %.0f s", self.settings.stage, time.perf_counter() - begin)
 
     def get_model(self) -> nn.Module:
         return self.model

@@ -194,4 +194,7 @@ def _load_expert(config: TransformerConfig, folder: Path, context: StageContext)
     with context.device:
         transformer = WanTransformer(config, context.dtype, context.attention)
     load_weights(transformer, folder, checkpoint_name)
+    if context.compile:
+        for block in transformer.blocks:  # all run one compiled code
+            block.compile()
     return transformer
