@@ -37,6 +37,8 @@ class StageClient(Protocol):
 
     def discard(self, request_id: str) -> None: ...
 
+    def check_available(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -172,7 +174,8 @@ class VideoEngine:
         return self.client.max_running + self.max_queued
 
     def admit(self) -> Slot:
-        """Take a place for one request. Raises ``QueueFull`` if there is none."""
+        """Take a place for one request. Raises ``QueueFull`` or ``StageUnavailable``."""
+        self.client.check_available()
         if self.active >= self.capacity:
             raise QueueFull(f"{self.active} requests are running or waiting, the most that this server takes")
         return Slot(self)

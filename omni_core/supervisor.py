@@ -133,6 +133,10 @@ class SupervisedStage:
         """Counters of the first worker."""
         return await self._available().stats(reset)
 
+    def check_available(self) -> None:
+        """Raise ``StageUnavailable`` if a request could not run now."""
+        self._available()
+
     def _available(self) -> Engine:
         if self._engine is None or self.state is not StageState.RUNNING:
             hint = "; wake it up with POST /v1/omni/wakeup" if self.state is StageState.ASLEEP else ""
@@ -189,7 +193,7 @@ class SupervisedStage:
         logger.info("stage %s runs again", self.stage)
 
     async def sleep(self, level: int, mode: SleepMode) -> None:
-        """Free device memory: weights to host memory (level 1) or dropped (level 2). Raises ``StageUnavailable``."""
+        """Free device memory: with level 1 the weights go to host memory. Raises ``StageUnavailable``."""
         engine = self._available()
         self.state = StageState.ASLEEP
         try:

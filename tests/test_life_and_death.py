@@ -87,6 +87,7 @@ def test_a_dead_engine_fails_its_requests_and_the_stage_is_started_again(victim,
     health = server.http.get("/health")
     assert health.status_code == 503
     assert health.json()["stages"]["diffusion"]["state"] == "restarting"
+    assert server.http.post("/v1/videos", json={"prompt": "a cat"}).status_code == 503
     refused = server.http.post("/v1/videos/sync", json={"prompt": "a cat"})
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     assert "restarting" in refused.json()["error"]["message"]
@@ -151,7 +152,7 @@ def test_sleep_is_refused_where_the_stage_was_not_started_for_it(toy_server):
     answer = toy_server.http.post("/v1/omni/sleep", json={"level": 1})
     assert answer.status_code == 400 and "--enable-sleep-mode" in answer.json()["error"]["message"]
     assert toy_server.http.get("/health").json()["stages"]["diffusion"]["state"] == "running"
-    for wrong in ({"level": 3}, {"level": "1"}, {"stages": ["nope"]}, {"mode": "x"}, {"nonsense": 1}):
+    for wrong in ({"level": 2}, {"level": "1"}, {"stages": ["nope"]}, {"mode": "x"}, {"nonsense": 1}):
         answer = toy_server.http.post("/v1/omni/sleep", json=wrong)
         assert answer.status_code == 400 and answer.json()["error"]["param"] in next(iter(wrong))
     assert toy_server.http.post("/v1/omni/wakeup").status_code == 200

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from omni_core.errors import RequestError
+from omni_core.errors import RequestError, StageUnavailable
 from omni_core.http.errors import answers_errors
 from omni_core.supervisor import SleepMode, StageState, SupervisedStage
 
@@ -17,14 +17,14 @@ from omni_core.supervisor import SleepMode, StageState, SupervisedStage
 class SleepRequest(BaseModel):
     """Body of ``/v1/omni/sleep``.
 
-    ``stages``: which ones, all where absent. ``level``: 1 moves weights to host memory, 2 drops them. ``mode``: what
-    becomes of requests under way.
+    ``stages``: which ones, all where absent. ``level``: 1, which moves weights to host memory; vLLM's level 2 drops
+    them, and nothing here would load them again. ``mode``: what becomes of requests under way.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     stages: list[str] | None = None
-    level: Annotated[Literal[1, 2], Field()] = 1
+    level: Literal[1] = 1
     mode: SleepMode = "abort"
 
 
@@ -48,7 +48,9 @@ def stage_router(stage: SupervisedStage) -> APIRouter:
         """200 while every stage is up (asleep counts as up), 503 otherwise; either way with each stage's state."""
         healthy = stage.state in (StageState.RUNNING, StageState.ASLEEP)
         body = {"status": "ok" if healthy else "unhealthy", "stages": statuses()}
-        return JSONResponse(body, status_code=200 if healthy else 503)
+        if healthy:
+            return JSONResponse(body)
+        return JSONResponse(body, status_code=503, headers={"Retry-After": str(StageUnavailable.retry_after)})
 
     @router.post("/v1/omni/sleep", openapi_extra=_body(SleepRequest))
     @answers_errors

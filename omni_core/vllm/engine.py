@@ -147,8 +147,13 @@ class DiffusionEngine:
         values: list[Mapping[str, Any]] = await self.client.collective_rpc("omni_stats", args=(reset,))
         return values[0]
 
+    def check_available(self) -> None:
+        """Raise ``EngineDied`` if the engine is dead."""
+        if self.client.errored:
+            raise EngineDied(f"stage {self.stage!r} is dead")
+
     async def sleep(self, level: int, mode: SleepMode) -> None:
-        """vLLM's sleep mode: weights to host memory (level 1) or dropped (level 2).
+        """vLLM's sleep mode: with level 1 the weights go to host memory.
 
         ``mode``: ``abort`` the requests under way, or ``wait`` for their end.
 

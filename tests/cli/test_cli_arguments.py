@@ -148,6 +148,9 @@ def test_the_tables_name_arguments_that_vllm_has(parse):
 
 
 SAMPLES = {
+    "allowed_local_media_path": ("/tmp", "/tmp"),
+    "allowed_media_domains": ("a.example b.example", ["a.example", "b.example"]),
+    "enforce_eager": ("", True),
     "dtype": ("bfloat16", "bfloat16"),
     "served_model_name": ("a b", ["a", "b"]),
     "tensor_parallel_size": ("2", 2),
