@@ -75,12 +75,14 @@ def test_a_request_gives_what_the_model_gives_with_progress(stage, engine):
 def test_requests_at_once_give_what_each_gives_alone_and_share_forwards(stage, engine):
     async def work():
         await stage.stats(reset=True)
-        outputs = await asyncio.gather(*(generate(engine, f"p{i}", i, num_inference_steps=20 + i) for i in range(4)))
+        slow = {"step_seconds": 0.01}  # so that all have come long before the first ends
+        requests = [generate(engine, f"p{i}", i, num_inference_steps=60 + i, **slow) for i in range(4)]
+        outputs = await asyncio.gather(*requests)
         return outputs, await stage.stats()
 
     outputs, stats = run(stage, work())
     for i, output in enumerate(outputs):
-        np.testing.assert_array_equal(output.frames, toy_video(f"p{i}", i, steps=20 + i))
+        np.testing.assert_array_equal(output.frames, toy_video(f"p{i}", i, steps=60 + i))
     assert stats["forwards"].get("4", 0) >= 10, stats
 
 

@@ -28,4 +28,4 @@ def test_the_platform_is_declared():
 
     (platform,) = omni_platforms()
     assert (platform.name, platform.device_type) == ("cpu", "cpu")
-    assert platform.stage_defaults["diffusion"] == {"dtype": "float32"}
+    assert platform.stage_defaults["diffusion"] == {"dtype": "float32", "enforce_eager": True}

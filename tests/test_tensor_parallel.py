@@ -1,0 +1,59 @@
+"""A served model on two ranks: the same video as on one, and failures that end a request on both."""
+
+import os
+
+import numpy as np
+import pytest
+
+from omni_core.errors import GenerationError
+
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, one for each rank"),
+]
+
+SIZE = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 6, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(wan_checkpoint):
+    from omni_core import Omni
+
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+        with Omni(wan_checkpoint, tensor_parallel_size=2) as omni:
+            yield omni
+
+
+def test_two_ranks_give_what_diffusers_gives(two_ranks):
+    import torch
+
+    from omni_plugin_wan22.checkpoints import build_pipeline
+
+    fields = {**SIZE}
+    generator = torch.Generator().manual_seed(fields.pop("seed"))
+    pipeline = build_pipeline()
+    expected = pipeline("a cat", generator=generator, output_type="np", guidance_scale=4.0, **fields).frames[0]
+    output = two_ranks.generate("a cat", guidance_scale=4.0, frame_type="float32", **SIZE)
+    assert np.abs(output.frames - expected).max() <= 1e-5
+    batched = two_ranks.generate_many(
+        [{"prompt": "a cat", "guidance_scale": 4.0, **SIZE}, {"prompt": "a dog", **SIZE}], frame_type="float32"
+    )
+    assert np.abs(batched[0].frames - expected).max() <= 1e-5
+
+
+def test_what_fails_on_both_ranks_fails_alone(two_ranks, monkeypatch):
+    """A result that does not fit fails on the rank that writes it; the other rank has nothing to write."""
+    monkeypatch.setattr(two_ranks._omni.engine, "parse", lambda values, strict=True: _unparsed(two_ranks, values))
+    with pytest.raises(GenerationError, match="encode failed: RequestError"):
+        two_ranks.generate("a cat", **{**SIZE, "height": 40})
+    monkeypatch.undo()
+    assert two_ranks.generate("a cat", **SIZE).frames.shape == (9, 32, 48, 3)
+
+
+def _unparsed(omni, values):
+    """A request that skipped validation, as no client can send it."""
+    model = omni._omni.engine.request_model
+    defaults = {name: info.default for name, info in model.model_fields.items() if not info.is_required()}
+    return model.model_construct(**{**defaults, **values})
