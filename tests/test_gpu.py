@@ -11,6 +11,7 @@ pytestmark = [
     pytest.mark.serve,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9}
 CASES = [
@@ -63,8 +64,19 @@ async def _abort(engine):
         ("float32", 12, {"distributed_executor_backend": "mp"}, 1e-3),
         ("bfloat16", 64, {"distributed_executor_backend": "uni"}, None),
         ("bfloat16", 64, {"distributed_executor_backend": "uni", "attention_backend": "flash-attention"}, None),
+        ("bfloat16", 64, {"enforce_eager": False}, None),
+        pytest.param("float32", 12, {"tensor_parallel_size": 2}, 1e-3, marks=TWO_DEVICES),
+        pytest.param("bfloat16", 64, {"tensor_parallel_size": 2}, None, marks=TWO_DEVICES),
     ],
-    ids=["float32-uni", "float32-mp", "bfloat16-default", "bfloat16-flash"],
+    ids=[
+        "float32-uni",
+        "float32-mp",
+        "bfloat16-default",
+        "bfloat16-flash",
+        "bfloat16-compiled",
+        "float32-two-ranks",
+        "bfloat16-two-ranks",
+    ],
 )
 def test_the_engine_gives_what_diffusers_gives(tmp_path, dtype, head_dim, engine, tolerance):
     from omni_plugin_wan22.checkpoints import write_checkpoint

@@ -32,12 +32,14 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 
 from omni_core.diffusion.contract import Attention
 from omni_core.errors import ConfigError
+from omni_plugin_wan22.ops import GatedAdd, NormRotate, ResidualNorm, rotate
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches."""
@@ -111,33 +113,13 @@ class RotaryEmbedding:
         return table.cos().float().to(device), table.sin().float().to(device)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of neighbouring channels of ``x`` [B, S, H, head_dim] by its angle, in float32."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+class AffineNorm(nn.Module):
+    """Weight and bias of a layer norm, float32 [dim]."""
 
-
-class LayerNorm(nn.Module):
-    """Layer norm computed in float32 and returned in float32; ``affine`` parameters are float32 too."""
-
-    def __init__(self, dim: int, eps: float, affine: bool = False) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32), requires_grad=False) if affine else None
-        self.bias = nn.Parameter(torch.empty(dim, dtype=torch.float32), requires_grad=False) if affine else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x.float(), x.shape[-1:], self.weight, self.bias, self.eps)
-
-
-def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``x * (1 + scale) + shift`` of ``x`` [B, S, D], each of the G equal runs of tokens by its own [B, G, 1, D]."""
-    return torch.addcmul(shift, x.unflatten(1, (shift.shape[1], -1)), 1 + scale).flatten(1, 2)
-
-
-def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """``x * gate``, shaped as in ``modulate``."""
-    return (x.unflatten(1, (gate.shape[1], -1)) * gate).flatten(1, 2)
+        self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(dim, dtype=torch.float32), requires_grad=False)
 
 
 class AcrossHeadsRMSNorm(nn.Module):
@@ -173,14 +155,19 @@ class SelfAttention(nn.Module):
         )
         self.norm_q = AcrossHeadsRMSNorm(dim, config.eps, dtype)
         self.norm_k = AcrossHeadsRMSNorm(dim, config.eps, dtype)
+        self.norm_rotate = NormRotate(self.head_dim, config.eps)
         self.to_out = RowParallelLinear(dim, dim, params_dtype=dtype, return_bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """``x``: [B, S, D]; ``cos``, ``sin``: [S, 1, head_dim / 2]. Returns [B, S, D]."""
-        query, key, value = self.to_qkv(x).chunk(3, dim=-1)
-        query = rotate(self.norm_q(query).unflatten(-1, (-1, self.head_dim)), cos, sin)
-        key = rotate(self.norm_k(key).unflatten(-1, (-1, self.head_dim)), cos, sin)
-        value = value.unflatten(-1, (-1, self.head_dim))
+        qkv = self.to_qkv(x)
+        if self.norm_q.ranks == 1:
+            query, key, value = self.norm_rotate(qkv, self.norm_q.weight, self.norm_k.weight, cos, sin)
+        else:
+            query, key, value = qkv.chunk(3, dim=-1)
+            query = rotate(self.norm_q(query).unflatten(-1, (-1, self.head_dim)), cos, sin)
+            key = rotate(self.norm_k(key).unflatten(-1, (-1, self.head_dim)), cos, sin)
+            value = value.unflatten(-1, (-1, self.head_dim))
         return self.to_out(self.attention(query, key, value).flatten(2))
 
 
@@ -214,7 +201,13 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(config.ffn_dim, config.dim, params_dtype=dtype, return_bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self._activated(x))
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and isinstance(self.up.quant_method, UnquantizedLinearMethod):  # GELU within the matrix product
+            up = torch._addmm_activation(self.up.bias, x.flatten(0, 1), self.up.weight.t(), use_gelu=True)
+            return up.unflatten(0, x.shape[:2])
+        return F.gelu(self.up(x), approximate="tanh")
 
 
 class Block(nn.Module):
@@ -222,13 +215,12 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype, attention: Attention) -> None:
         super().__init__()
-        self.norm1 = LayerNorm(config.dim, config.eps)
         self.attn1 = SelfAttention(config, dtype, attention)
-        self.norm2 = LayerNorm(config.dim, config.eps, affine=True) if config.cross_attn_norm else nn.Identity()
+        self.norm2 = AffineNorm(config.dim) if config.cross_attn_norm else None
         self.attn2 = CrossAttention(config, dtype, attention)
-        self.norm3 = LayerNorm(config.dim, config.eps)
         self.ffn = FeedForward(config, dtype)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, config.dim, dtype=torch.float32), requires_grad=False)
+        self.residual_norm, self.gated_add = ResidualNorm(config.eps), GatedAdd()
 
     def forward(
         self, x: torch.Tensor, text: torch.Tensor, modulation: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -237,11 +229,14 @@ class Block(nn.Module):
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (self.scale_shift_table + modulation.float()).split(
             1, dim=2
         )
-        attended = self.attn1(modulate(self.norm1(x), shift, scale).type_as(x), cos, sin)
-        x = (x.float() + gated(attended, gate)).type_as(x)
-        x = x + self.attn2(self.norm2(x).type_as(x), text)
-        fed = self.ffn(modulate(self.norm3(x), ffn_shift, ffn_scale).type_as(x))
-        return (x.float() + gated(fed.float(), ffn_gate)).type_as(x)
+        _, normed = self.residual_norm(x, None, None, scale, shift, modulation=True)
+        attended = self.attn1(normed, cos, sin)
+        if self.norm2 is not None:
+            x, normed = self.residual_norm(x, attended, gate, self.norm2.weight, self.norm2.bias, modulation=False)
+        else:
+            x = normed = self.gated_add(x, attended, gate)
+        x, normed = self.residual_norm(x, self.attn2(normed, text), None, ffn_scale, ffn_shift, modulation=True)
+        return self.gated_add(x, self.ffn(normed), ffn_gate)
 
 
 class TimeEmbedder(nn.Module):
@@ -321,7 +316,7 @@ class WanTransformer(nn.Module):
         self.patch_embedding = PatchEmbedding(config, dtype)
         self.condition_embedder = ConditionEmbedder(config, dtype)
         self.blocks = nn.ModuleList(Block(config, dtype, attention) for _ in range(config.num_layers))
-        self.norm_out = LayerNorm(config.dim, config.eps)
+        self.norm_out = ResidualNorm(config.eps)
         self.proj_out = ReplicatedLinear(
             config.dim, config.out_channels * math.prod(config.patch_size), params_dtype=dtype, return_bias=False
         )
@@ -347,8 +342,8 @@ class WanTransformer(nn.Module):
         for block in self.blocks:
             x = block(x, text, modulation, cos, sin)
         shift, scale = (self.scale_shift_table + time[:, :, None]).split(1, dim=2)
-        x = self.proj_out(modulate(self.norm_out(x), shift, scale).type_as(x))
-        return self._unpatch(x, grid)
+        _, normed = self.norm_out(x, None, None, scale, shift, modulation=True)
+        return self._unpatch(self.proj_out(normed), grid)
 
     def _unpatch(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         """[B, S, patch volume * channels] (channels innermost) to [B, channels, frames, height, width]."""

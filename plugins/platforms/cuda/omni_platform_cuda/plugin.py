@@ -19,7 +19,7 @@ def omni_platforms() -> list[Platform]:
             device_type="cuda",
             diffusion_worker="omni_platform_cuda.worker:DiffusionWorker",
             attention="omni_platform_cuda.attention:attention",
-            stage_defaults={"diffusion": {"dtype": "bfloat16"}},
+            stage_defaults={"diffusion": {"dtype": "bfloat16", "enforce_eager": True}},
         )
     ]
 

@@ -51,7 +51,7 @@ def test_flash_attention_by_name_does_not_fall_back():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(333, 333, 128), (333, 17, 128), (64, 64, 64)])
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(1333, 1333, 128), (333, 17, 128), (64, 64, 64)])
 def test_flash_attention_agrees_with_pytorchs(queries, keys, head_dim, dtype):
     query, key, value = tensors(queries, keys, 4, head_dim, dtype, "cuda")
     exact = module.scaled_dot_product_attention(query.float(), key.float(), value.float())
