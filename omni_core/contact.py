@@ -12,33 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PUBLIC, SEMI_PUBLIC, PRIVATE = "public", "semi-public", "private"
-
-# Longest prefix wins. Public: documented for users or plugin authors. Semi-public: an extension point or an interface
-# that vLLM keeps on purpose, without a promise. Everything else is private.
-_LEVELS = {
-    "vllm.SamplingParams": (PUBLIC, "documented"),
-    "vllm.ModelRegistry": (PUBLIC, "documented for plugins"),
-    "vllm.sampling_params": (PUBLIC, "documented"),
-    "vllm.engine.arg_utils.AsyncEngineArgs": (PUBLIC, "documented"),
-    "vllm.config.VllmConfig": (PUBLIC, "documented"),
-    "vllm.logger.init_logger": (PUBLIC, "documented"),
-    "vllm.envs": (PUBLIC, "documented"),
-    "vllm.platforms.current_platform": (PUBLIC, "documented for platform plugins"),
-    "vllm.transformers_utils.config.register_config_parser": (PUBLIC, "documented for plugins"),
-    "vllm.transformers_utils.config.get_config_parser": (PUBLIC, "documented for plugins"),
-    "vllm.transformers_utils.config_parser_base": (PUBLIC, "documented for plugins"),
-    "vllm.v1.engine.async_llm.AsyncLLM": (SEMI_PUBLIC, "the engine client of vLLM's own server"),
-    "vllm.v1.engine.exceptions": (SEMI_PUBLIC, "what the engine client raises"),
-    "vllm.inputs": (SEMI_PUBLIC, "inputs of the engine client"),
-    "vllm.entrypoints": (SEMI_PUBLIC, "app and launcher of vLLM's own server"),
-    "vllm.utils.argparse_utils": (SEMI_PUBLIC, "parser of vLLM's own command"),
-    "vllm.v1.core.sched.interface": (SEMI_PUBLIC, "what scheduler_cls implements; declared not public"),
-    "vllm.v1.worker.gpu_worker.Worker": (SEMI_PUBLIC, "what worker_cls subclasses; has a hook for the model runner"),
-    "vllm.model_executor.layers.linear": (SEMI_PUBLIC, "layers that out-of-tree models are built from"),
-    "vllm.distributed": (SEMI_PUBLIC, "collectives that out-of-tree models use"),
-}
-
 
 @dataclass(frozen=True, order=True)
 class Contact:
@@ -47,14 +20,9 @@ class Contact:
     symbol: str
     files: tuple[str, ...]
 
-    @property
-    def level(self) -> tuple[str, str]:
-        """How public the symbol is, and why."""
-        best = max((prefix for prefix in _LEVELS if _has_prefix(self.symbol, prefix)), key=len, default=None)
-        return _LEVELS[best] if best else (PRIVATE, "")
 
-
-def _has_prefix(symbol: str, prefix: str) -> bool:
+def has_prefix(symbol: str, prefix: str) -> bool:
+    """Whether ``symbol`` is ``prefix`` or lies under it."""
     return symbol == prefix or symbol.startswith(prefix + ".")
 
 
@@ -70,10 +38,10 @@ def vllm_contacts(*roots: Path) -> list[Contact]:
 
 def _symbols(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and _has_prefix(node.module, "vllm") and not node.level:
+        if isinstance(node, ast.ImportFrom) and node.module and has_prefix(node.module, "vllm") and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if _has_prefix(alias.name, "vllm"))
+            yield from (alias.name for alias in node.names if has_prefix(alias.name, "vllm"))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.[a-z_0-9]+)+\.[A-Z]\w+", str(node.value)):
             yield str(node.value)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from omni_core.diffusion.messages import Job, Report
 from omni_core.errors import EngineDied, GenerationError, OmniError, StageUnavailable
+from omni_core.runtime import StageClient
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +33,8 @@ class StageState(StrEnum):
     STOPPED = "stopped"
 
 
-class Engine(Protocol):
+class Engine(StageClient, Protocol):
     """A running stage, see ``omni_core.vllm.engine.DiffusionEngine``."""
-
-    stage: str
-
-    @property
-    def max_running(self) -> int: ...
-
-    def generate(self, job: Job, request_id: str) -> AsyncIterator[Report]: ...
-
-    def take(self, report: Report) -> npt.NDArray[np.generic]: ...
-
-    def discard(self, request_id: str) -> None: ...
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death`` on the running loop, once, when the engine's process has ended."""
@@ -54,8 +44,6 @@ class Engine(Protocol):
     async def wake_up(self) -> None: ...
 
     async def stats(self, reset: bool = False) -> Mapping[str, Any]: ...
-
-    def close(self) -> None: ...
 
 
 class SupervisedStage:

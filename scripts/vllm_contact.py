@@ -11,7 +11,34 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from omni_core.contact import PRIVATE, PUBLIC, SEMI_PUBLIC, Contact, vllm_contacts  # noqa: E402
+from omni_core.contact import Contact, has_prefix, vllm_contacts  # noqa: E402
+
+PUBLIC, SEMI_PUBLIC, PRIVATE = "public", "semi-public", "private"
+
+# Longest prefix wins. Public: documented for users or plugin authors. Semi-public: an extension point or an interface
+# that vLLM keeps on purpose, without a promise. Everything else is private.
+LEVELS = {
+    "vllm.SamplingParams": (PUBLIC, "documented"),
+    "vllm.ModelRegistry": (PUBLIC, "documented for plugins"),
+    "vllm.sampling_params": (PUBLIC, "documented"),
+    "vllm.engine.arg_utils.AsyncEngineArgs": (PUBLIC, "documented"),
+    "vllm.config.VllmConfig": (PUBLIC, "documented"),
+    "vllm.logger.init_logger": (PUBLIC, "documented"),
+    "vllm.envs": (PUBLIC, "documented"),
+    "vllm.platforms.current_platform": (PUBLIC, "documented for platform plugins"),
+    "vllm.transformers_utils.config.register_config_parser": (PUBLIC, "documented for plugins"),
+    "vllm.transformers_utils.config.get_config_parser": (PUBLIC, "documented for plugins"),
+    "vllm.transformers_utils.config_parser_base": (PUBLIC, "documented for plugins"),
+    "vllm.v1.engine.async_llm.AsyncLLM": (SEMI_PUBLIC, "the engine client of vLLM's own server"),
+    "vllm.v1.engine.exceptions": (SEMI_PUBLIC, "what the engine client raises"),
+    "vllm.inputs": (SEMI_PUBLIC, "inputs of the engine client"),
+    "vllm.entrypoints": (SEMI_PUBLIC, "app and launcher of vLLM's own server"),
+    "vllm.utils.argparse_utils": (SEMI_PUBLIC, "parser of vLLM's own command"),
+    "vllm.v1.core.sched.interface": (SEMI_PUBLIC, "what scheduler_cls implements; declared not public"),
+    "vllm.v1.worker.gpu_worker.Worker": (SEMI_PUBLIC, "what worker_cls subclasses; has a hook for the model runner"),
+    "vllm.model_executor.layers.linear": (SEMI_PUBLIC, "layers that out-of-tree models are built from"),
+    "vllm.distributed": (SEMI_PUBLIC, "collectives that out-of-tree models use"),
+}
 
 TARGET = ROOT / "docs" / "vllm-contact.md"
 INTRODUCTION = """\
@@ -34,7 +61,7 @@ def render() -> str:
             folders[f"`plugins/{kind.name}/{plugin.name}`"] = packages
     for title, roots in folders.items():
         contacts = vllm_contacts(*roots)
-        counts = Counter(contact.level[0] for contact in contacts)
+        counts = Counter(level_of(contact)[0] for contact in contacts)
         summary = ", ".join(f"{counts[level]} {level}" for level in (PUBLIC, SEMI_PUBLIC, PRIVATE))
         parts.append(f"\n## {title}\n\n{len(contacts)} symbols: {summary}.\n")
         if contacts:
@@ -43,8 +70,14 @@ def render() -> str:
     return "".join(parts)
 
 
+def level_of(contact: Contact) -> tuple[str, str]:
+    """How public the symbol is, and why."""
+    best = max((prefix for prefix in LEVELS if has_prefix(contact.symbol, prefix)), key=len, default=None)
+    return LEVELS[best] if best else (PRIVATE, "")
+
+
 def _row(contact: Contact) -> str:
-    level, why = contact.level
+    level, why = level_of(contact)
     files = ", ".join(f"`{file}`" for file in contact.files)
     return f"| `{contact.symbol}` | {level}{f' ({why})' if why else ''} | {files} |\n"
 
