@@ -1,0 +1,1 @@
+"""The autoregressive runtime on vLLM's Model Runner V2."""
