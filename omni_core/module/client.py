@@ -1,0 +1,177 @@
+"""A module stage as the front end sees it: sessions over a socket, one process behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from omni_core.errors import EngineDied, GenerationError, StageStartError
+from omni_core.module.contract import Values
+from omni_core.module.messages import ENCODER, REPLIES, Close, Open, Output, Push, Ready, Request
+from omni_core.module.process import ModuleSettings, run
+
+START_TIMEOUT_SECONDS = 600.0
+
+
+class ModuleSession:
+    """One request in a module stage. Close it, whatever happens; closing twice is fine."""
+
+    def __init__(self, engine: ModuleEngine) -> None:
+        self.id = uuid.uuid4().hex
+        self._engine: ModuleEngine | None = engine
+        self._number = 0
+
+    async def push(self, values: Values) -> Values:
+        """Hand in one input and wait for its output.
+
+        Raises:
+            GenerationError: the module failed; names the stage.
+            EngineDied: the process died.
+        """
+        if self._engine is None:
+            raise RuntimeError("the session is closed")
+        self._number += 1
+        return await self._engine._push(self.id, self._number, values)
+
+    def close(self) -> None:
+        """Drop the session and whatever waits in it."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine._close_session(self.id)
+
+
+class ModuleEngine:
+    """The process of a module stage. Construction blocks until the module is loaded.
+
+    Raises:
+        StageStartError: it could not be loaded; gives the reason.
+    """
+
+    def __init__(self, settings: ModuleSettings) -> None:
+        self.stage = settings.stage
+        self._folder = tempfile.TemporaryDirectory(prefix="omni-module-")
+        address = f"ipc://{Path(self._folder.name) / 'socket'}"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._async_socket: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._answers: dict[tuple[str, int], asyncio.Future[Values]] = {}
+        self._unwatch: Callable[[], None] = lambda: None
+        self._closed = self._dead = False
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=run, args=(settings, address), name=f"omni-{settings.stage}", daemon=True
+        )
+        try:
+            self.process.start()
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_ready(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.process.sentinel, zmq.POLLIN)
+        events = dict(poller.poll(START_TIMEOUT_SECONDS * 1000))
+        if self._socket not in events:
+            why = f"its process ended with status {self.process.exitcode}" if events else "it took too long"
+            raise StageStartError(f"stage {self.stage!r} cannot start: {why}")
+        reply = REPLIES.decode(self._socket.recv())
+        assert isinstance(reply, Ready)
+        if reply.error is not None:
+            raise StageStartError(f"stage {self.stage!r} cannot start: {reply.error}")
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Call ``on_death`` on the running loop, once, when the process has ended."""
+        loop = asyncio.get_running_loop()
+        sentinel = self.process.sentinel
+
+        def ended() -> None:
+            loop.remove_reader(sentinel)
+            self._die()
+            on_death()
+
+        loop.add_reader(sentinel, ended)
+        self._unwatch = lambda: None if loop.is_closed() else loop.call_soon_threadsafe(loop.remove_reader, sentinel)
+
+    def open(self, options: Values | None = None) -> ModuleSession:
+        """Begin a session; call it on the event loop."""
+        self.check_available()
+        session = ModuleSession(self)
+        self._send(Open(session.id, dict(options or {})))
+        return session
+
+    def check_available(self) -> None:
+        """Raise ``EngineDied`` if the process is dead."""
+        if self._dead or self._closed or not self.process.is_alive():
+            raise EngineDied(f"stage {self.stage!r} is dead")
+
+    async def _push(self, session: str, number: int, values: Values) -> Values:
+        self.check_available()
+        future: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+        self._answers[session, number] = future
+        try:
+            self._send(Push(session, number, dict(values)))
+            return await future
+        finally:
+            self._answers.pop((session, number), None)
+
+    def _close_session(self, session: str) -> None:
+        for key in [key for key in self._answers if key[0] == session]:
+            self._answers[key].cancel()
+        if not (self._dead or self._closed):
+            self._send(Close(session))
+
+    def _send(self, message: Request) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._async_socket = zmq.asyncio.Socket.from_socket(self._socket)
+            self._reader = loop.create_task(self._read(self._async_socket), name=f"replies of {self.stage}")
+        assert self._async_socket is not None
+        self._async_socket.send(ENCODER.encode(message))  # done at once: there is no high-water mark
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            reply = REPLIES.decode(await socket.recv())
+            assert isinstance(reply, Output)
+            future = self._answers.get((reply.session, reply.number))
+            if future is None or future.done():
+                continue  # nobody waits for it any more
+            if reply.error is not None:
+                future.set_exception(GenerationError(f"stage {self.stage!r} failed: {reply.error}"))
+            else:
+                future.set_result(reply.values or {})
+
+    def _die(self) -> None:
+        self._dead = True
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDied(f"stage {self.stage!r} died"))
+
+    def close(self) -> None:
+        """Stop the process. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unwatch()
+        if self._reader is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._reader.cancel)
+        if self.process.pid is not None:
+            self.process.terminate()
+            self.process.join(5)
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
+        self._socket.close(linger=0)
+        self._folder.cleanup()

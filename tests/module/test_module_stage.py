@@ -1,0 +1,132 @@
+"""A module stage: sessions, batching, failure of one session, of a load, and of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omni_core.errors import EngineDied, GenerationError, StageStartError
+from omni_core.module.client import ModuleEngine
+from omni_core.module.process import ModuleSettings
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable_in_children():
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{FOLDER}:{before}"
+    sys.path.insert(0, str(FOLDER))
+    yield
+    os.environ["PYTHONPATH"] = before
+    sys.path.remove(str(FOLDER))
+
+
+def settings(**options):
+    return ModuleSettings("sum", "echo_module:RunningSum", str(FOLDER), "cpu", "float32", options)
+
+
+@pytest.fixture(scope="module")
+def engine(importable_in_children):
+    engine = ModuleEngine(settings())
+    yield engine
+    engine.close()
+    assert not engine.process.is_alive()
+
+
+def ones(count):
+    return {"x": np.ones((count, 2), dtype=np.float32)}
+
+
+def test_sessions_keep_their_own_state_and_share_steps(engine):
+    async def run():
+        async def one(count):
+            session = engine.open()
+            outputs = [await session.push(ones(count)) for _ in range(5)]
+            session.close()
+            return outputs
+
+        return await asyncio.gather(*(one(count) for count in (1, 1, 1, 2, 3)))
+
+    results = asyncio.run(run())
+    for count, outputs in zip((1, 1, 1, 2, 3), results, strict=True):
+        assert [output["sum"].tolist() for output in outputs] == [[count * n, count * n] for n in range(1, 6)]
+    assert max(output["together"] for outputs in results for output in outputs) > 1
+    assert all(output["together"] == 1 for outputs in results[3:] for output in outputs), "shapes differ"
+
+
+def test_a_failing_step_fails_its_sessions_only(engine):
+    async def run():
+        good, bad = engine.open(), engine.open()
+        await good.push(ones(1))
+        with pytest.raises(GenerationError, match="stage 'sum' failed: RuntimeError: the step fails"):
+            await bad.push({**ones(4), "fail": True})
+        with pytest.raises(GenerationError, match="the step fails"):
+            await bad.push(ones(4))
+        assert (await good.push(ones(1)))["sum"].tolist() == [2, 2]
+        refused = engine.open({"refuse": True})
+        with pytest.raises(GenerationError, match="this session is refused"):
+            await refused.push(ones(1))
+        for session in (good, bad, refused):
+            session.close()
+
+    asyncio.run(run())
+
+
+def test_closing_a_session_cancels_what_waits_in_it(engine):
+    async def run():
+        session = engine.open()
+        task = asyncio.create_task(session.push(ones(1)))
+        await asyncio.sleep(0)
+        session.close()
+        session.close()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        other = engine.open()
+        assert (await other.push(ones(1)))["sum"].tolist() == [1, 1]
+        other.close()
+
+    asyncio.run(run())
+
+
+def test_what_cannot_travel_is_refused_before_it_is_sent(engine):
+    async def run():
+        session = engine.open()
+        with pytest.raises(TypeError, match="cannot cross processes"):
+            await session.push({"x": object()})
+        session.close()
+
+    asyncio.run(run())
+
+
+def test_a_module_that_cannot_be_loaded_says_why():
+    with pytest.raises(StageStartError, match=r"stage 'sum' cannot start: .* is no good"):
+        ModuleEngine(settings(refuse=True))
+
+
+def test_the_death_of_the_process_fails_what_waits():
+    engine = ModuleEngine(settings())
+
+    async def run():
+        died = asyncio.Event()
+        engine.watch(died.set)
+        session = engine.open()
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        task = asyncio.create_task(session.push(ones(1)))
+        await asyncio.sleep(0.1)
+        os.kill(engine.process.pid, signal.SIGKILL)
+        await asyncio.wait_for(died.wait(), 10)
+        with pytest.raises(EngineDied, match="stage 'sum' died"):
+            await task
+        with pytest.raises(EngineDied):
+            engine.open()
+
+    asyncio.run(run())
+    engine.close()
+    engine.close()
