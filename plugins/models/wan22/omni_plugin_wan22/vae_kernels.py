@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 ELEMENTS = 4096
-"""That one program reads."""
+"""That one program works on."""
 
 
 def norm_silu(
@@ -22,33 +22,39 @@ def norm_silu(
         epsilon: added to the mean square.
         out: of ``x``'s shape; the elements of each batch entry lie together, entries may be apart.
     """
-    channels = x.shape[-1]
     for source, target in zip(x, out, strict=True):
-        rows = source.numel() // channels
-        block = triton.next_power_of_2(channels)
-        group = max(1, ELEMENTS // block)
-        with torch.cuda.device(x.device):
-            _norm_silu[(triton.cdiv(rows, group),)](
+        rows, channels, grid, sizes = _split(source)
+        with torch.cuda.device_of(x):
+            _norm_silu[grid](
                 source, gamma if bias is None else bias, gamma, target, rows, channels, epsilon,
-                BIASED=bias is not None, ROWS=group, BLOCK=block,
+                BIASED=bias is not None, **sizes,
             )  # fmt: skip
 
 
 def add_(x: torch.Tensor, bias: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``x + bias + other`` in the place of ``x``, both contiguous [..., channels]; ``bias`` is [channels]."""
-    elements = x.numel()
-    with torch.cuda.device(x.device):
-        _add[(triton.cdiv(elements, ELEMENTS),)](x, bias, other, elements, bias.numel(), BLOCK=ELEMENTS)
+    rows, channels, grid, sizes = _split(x)
+    with torch.cuda.device_of(x):
+        _add[grid](x, bias, other, rows, channels, **sizes)
     return x
+
+
+def _split(x: torch.Tensor) -> tuple[int, int, tuple[int], dict[str, int]]:
+    """Rows and channels of ``x``, the number of programs, and the rows and columns of each."""
+    channels = x.shape[-1]
+    rows = x.numel() // channels
+    columns = triton.next_power_of_2(channels)
+    height = max(1, ELEMENTS // columns)
+    return rows, channels, (triton.cdiv(rows, height),), {"HEIGHT": height, "WIDTH": columns}
 
 
 @triton.jit
 def _norm_silu(
     x, bias, gamma, out, rows, channels, epsilon,
-    BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    BIASED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.arange(0, WIDTH)
     inside = column < channels
     mask = (row < rows)[:, None] & inside[None, :]
     places = row[:, None] * channels + column[None, :]
@@ -63,10 +69,13 @@ def _norm_silu(
 
 
 @triton.jit
-def _add(x, bias, other, elements, channels, BLOCK: tl.constexpr):  # noqa: N803
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < elements
-    value = tl.load(x + place, mask=mask, other=0).to(tl.float32)
-    value += tl.load(bias + place % channels, mask=mask, other=0).to(tl.float32)
-    value += tl.load(other + place, mask=mask, other=0).to(tl.float32)
-    tl.store(x + place, value.to(x.dtype.element_ty), mask=mask)
+def _add(x, bias, other, rows, channels, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # noqa: N803
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.arange(0, WIDTH)
+    inside = column < channels
+    mask = (row < rows)[:, None] & inside[None, :]
+    places = row[:, None] * channels + column[None, :]
+    value = tl.load(x + places, mask=mask, other=0).to(tl.float32)
+    value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)[None, :]
+    value += tl.load(other + places, mask=mask, other=0).to(tl.float32)
+    tl.store(x + places, value.to(x.dtype.element_ty), mask=mask)
