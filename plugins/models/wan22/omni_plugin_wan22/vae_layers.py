@@ -22,7 +22,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanResample,
     WanResidualBlock,
     WanResidualDownBlock,
+    WanResidualUpBlock,
     WanRMS_norm,
+    WanUpBlock,
 )
 from torch import nn
 
@@ -96,7 +98,7 @@ def prepare(vae: nn.Module) -> None:
 
 def encoder(network: WanEncoder3d, x: torch.Tensor, past: Past) -> torch.Tensor:
     """[1, frames, height, width, in_channels] to the moments [1, latent frames, h, w, 2 z_dim], one chunk."""
-    x = _first_conv(network.conv_in, x, past)
+    x = _conv(network.conv_in, x, past)
     for block in network.down_blocks:
         if isinstance(block, WanResidualDownBlock):
             x = _down_block(block, x, past)
@@ -111,16 +113,9 @@ def encoder(network: WanEncoder3d, x: torch.Tensor, past: Past) -> torch.Tensor:
 
 def decoder(network: WanDecoder3d, x: torch.Tensor, past: Past) -> torch.Tensor:
     """[1, 1, h, w, z_dim] to [1, frames, height, width, out_channels], one chunk."""
-    x = _mid_block(network.mid_block, _first_conv(network.conv_in, x, past), past)
+    x = _mid_block(network.mid_block, _conv(network.conv_in, x, past), past)
     for block in network.up_blocks:
-        shortcut = getattr(block, "avg_shortcut", None)  # ``WanResidualUpBlock``
-        upsamplers = getattr(block, "upsamplers", None) or [getattr(block, "upsampler", None)]
-        y = x
-        for resnet in block.resnets:
-            y = residual_block(resnet, y, past)
-        if upsamplers[0] is not None:
-            y = upsample(upsamplers[0], y, past, None if shortcut is None else (shortcut, x))
-        x = y
+        x = _up_block(block, x, past)
     x = _last_conv(network, x, past)
     past.first = False
     return x
@@ -128,12 +123,8 @@ def decoder(network: WanDecoder3d, x: torch.Tensor, past: Past) -> torch.Tensor:
 
 def residual_block(block: WanResidualBlock, x: torch.Tensor, past: Past) -> torch.Tensor:
     """``WanResidualBlock`` without dropout; ``x`` is left as it is."""
-    buffer = causal_buffer(block.conv1, x, past)
-    norm_silu(block.norm1, x, None, _new(buffer))
-    y = causal_conv(block.conv1, buffer, past)
-    buffer = causal_buffer(block.conv2, y, past)
-    norm_silu(block.norm2, y, block.conv1.bias, _new(buffer))
-    y = causal_conv(block.conv2, buffer, past)
+    y = _norm_silu_conv(block.norm1, block.conv1, x, None, past)
+    y = _norm_silu_conv(block.norm2, block.conv2, y, block.conv1.bias, past)
     shortcut = x if isinstance(block.conv_shortcut, nn.Identity) else pointwise(block.conv_shortcut, x)
     return add_(y, block.conv2.bias, shortcut)
 
@@ -246,16 +237,24 @@ def add_(x: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor) -> tor
     return x.add_(other)
 
 
-def _first_conv(conv: WanCausalConv3d, x: torch.Tensor, past: Past) -> torch.Tensor:
+def _norm_silu_conv(
+    norm: WanRMS_norm, conv: WanCausalConv3d, x: torch.Tensor, bias: torch.Tensor | None, past: Past
+) -> torch.Tensor:
+    """``conv``, without its bias, of ``norm_silu``, which see for ``x`` and ``bias``."""
     buffer = causal_buffer(conv, x, past)
-    _new(buffer).copy_(x)
+    norm_silu(norm, x, bias, buffer[:, CACHED:])
+    return causal_conv(conv, buffer, past)
+
+
+def _conv(conv: WanCausalConv3d, x: torch.Tensor, past: Past) -> torch.Tensor:
+    """``conv`` of ``x`` itself."""
+    buffer = causal_buffer(conv, x, past)
+    buffer[:, CACHED:].copy_(x)
     return causal_conv(conv, buffer, past).add_(conv.bias)
 
 
 def _last_conv(network: WanEncoder3d | WanDecoder3d, x: torch.Tensor, past: Past) -> torch.Tensor:
-    buffer = causal_buffer(network.conv_out, x, past)
-    norm_silu(network.norm_out, x, None, _new(buffer))
-    return causal_conv(network.conv_out, buffer, past).add_(network.conv_out.bias)
+    return _norm_silu_conv(network.norm_out, network.conv_out, x, None, past).add_(network.conv_out.bias)
 
 
 def _mid_block(block: nn.Module, x: torch.Tensor, past: Past) -> torch.Tensor:
@@ -274,13 +273,20 @@ def _down_block(block: WanResidualDownBlock, x: torch.Tensor, past: Past) -> tor
     return y.add_(average_down(block.avg_shortcut, x))
 
 
+def _up_block(block: WanUpBlock | WanResidualUpBlock, x: torch.Tensor, past: Past) -> torch.Tensor:
+    if isinstance(block, WanResidualUpBlock):
+        upsampler, shortcut = block.upsampler, (block.avg_shortcut, x)
+    else:
+        upsampler, shortcut = block.upsamplers[0] if block.upsamplers else None, None
+    for resnet in block.resnets:
+        x = residual_block(resnet, x, past)
+    return x if upsampler is None else upsample(upsampler, x, past, shortcut)
+
+
 def _double_frames(conv: WanCausalConv3d, x: torch.Tensor, past: Past) -> torch.Tensor:
     """Two frames for each, which the convolution makes as two halves of its channels."""
     batch, frames, height, width, channels = x.shape
-    buffer = causal_buffer(conv, x, past)
-    _new(buffer).copy_(x)
-    y = causal_conv(conv, buffer, past).add_(conv.bias)
-    y = y.view(batch, frames, height, width, 2, channels).permute(0, 1, 4, 2, 3, 5)
+    y = _conv(conv, x, past).view(batch, frames, height, width, 2, channels).permute(0, 1, 4, 2, 3, 5)
     return y.reshape(batch, 2 * frames, height, width, channels)
 
 
@@ -292,11 +298,6 @@ def _merge(weight: torch.Tensor) -> torch.Tensor:
     taps = weight.new_tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=torch.float32)
     merged = torch.einsum("aui,bvj,ocij->abocuv", taps, taps, weight.float()).flatten(0, 2)
     return merged.to(weight.dtype).contiguous(memory_format=torch.channels_last)
-
-
-def _new(buffer: torch.Tensor) -> torch.Tensor:
-    """The room for new frames in a ``causal_buffer``."""
-    return buffer[:, CACHED:]
 
 
 def _conv3d(conv: WanCausalConv3d, x: torch.Tensor, biased: bool) -> torch.Tensor:
