@@ -20,7 +20,7 @@ from omni_core.config.deploy import override_from_text, read_deploy
 from omni_core.config.server import server_settings
 from omni_core.errors import RequestError
 from omni_core.http.bodies import MAX_BODY_BYTES, MAX_IMAGE_BODY_BYTES, SHARED, to_request_values
-from omni_core.http.errors import _TYPES, error_response
+from omni_core.http.errors import ERROR_TYPES, error_response
 from omni_core.http.images import ALIASES, with_placeholders
 from omni_core.http.jobs import VideoJob
 from omni_core.http.stages import SleepRequest
@@ -312,7 +312,7 @@ def test_the_error_that_is_shown_is_the_one_that_is_given():
 def test_every_shared_field_and_every_status_is_explained():
     text = HTTP.read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in text for name in SHARED)
-    assert all(f"| {status} | `{kind}` |" in text for status, kind in _TYPES.items())
+    assert all(f"| {status} | `{kind}` |" in text for status, kind in ERROR_TYPES.items())
 
 
 def test_the_checks_see_what_the_pages_show():
