@@ -116,7 +116,7 @@ def video_body(model: type[VideoRequest], models: list[str]) -> dict[str, Any]:
     schema = model.model_json_schema()
     images = image_fields(model)
     required = schema.get("required", [])
-    fields = {**schema["properties"], **_shared(models)}
+    fields = {**schema["properties"], **_shared(models, {n: f.get_default() for n, f in model.model_fields.items()})}
     form = {name: field for name, field in fields.items() if name not in images}
     in_json = {name: field if name in required else _nullable(field) for name, field in form.items()}
     for name in (*images, *ALIASES) if images else ():
@@ -163,17 +163,31 @@ _IMAGE = {
 """An image in a JSON body."""
 
 
-def _shared(models: list[str]) -> dict[str, Any]:
+def _shared(models: list[str], defaults: dict[str, Any]) -> dict[str, Any]:
+    sized = all(isinstance(defaults[name], int) for name in ("width", "height", "num_frames", "fps"))
+    size, seconds = (
+        (
+            {"examples": [example]}
+            for example in (
+                f"{defaults['width']}x{defaults['height']}",
+                f"{defaults['num_frames'] / defaults['fps']:g}",
+            )
+        )
+        if sized
+        else ({}, {})
+    )
     shared = {
         "model": {"type": "string", "enum": models, "description": "A served model name."},
         "size": {
             "type": "string",
             "pattern": "^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$",
             "description": "WIDTHxHEIGHT in pixels.",
+            **size,
         },
         "seconds": {
             "type": ["string", "number"],
             "description": "Duration; the nearest allowed number of frames is taken.",
+            **seconds,
         },
         "extra_params": {"type": "object", "description": "Further fields of the model, for clients that nest them."},
     }
@@ -187,7 +201,9 @@ def _about(field: dict[str, Any]) -> dict[str, Any]:
 
 def _nullable(field: dict[str, Any]) -> dict[str, Any]:
     """``field``, or null."""
-    inner = {name: value for name, value in field.items() if name not in ("title", "description", "default")}
+    inner = {
+        name: value for name, value in field.items() if name not in ("title", "description", "default", "examples")
+    }
     outer = {name: value for name, value in field.items() if name not in inner}
     options = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
     null = {"type": "null"}
