@@ -319,3 +319,22 @@ def test_the_checks_see_what_the_pages_show():
     """Else a change of form would make every check above pass by finding nothing."""
     for find in (serve_commands, other_commands, curl_bodies, python_requests):
         assert len(cases(find)) >= 4, find.__name__
+
+
+def named_tests(page):
+    """``(file, name)`` of each test that a page names, as ``file::name`` between backticks."""
+    return re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("test", cases(named_tests))
+def test_a_test_that_is_named_is_there(test):
+    file, name = test
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_row_of_the_field_notes_says_where_omni_stands():
+    rows = re.findall(r"^\| [\w-]+#\d+ \| .+ \| (.+) \|$", (ROOT / "docs" / "field-notes.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 50
+    for row in rows:
+        assert "::" in row or row.startswith(("Not yet: ", "Nothing to test")), row
