@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -65,7 +66,7 @@ def error_response(error: Exception) -> JSONResponse:
 class Route(APIRoute):
     """A route that turns whatever its handler raises into an answer in the OpenAI error shape."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, with its errors answered."""
         handler = super().get_route_handler()
 
