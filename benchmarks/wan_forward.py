@@ -123,10 +123,12 @@ def measure(runs: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[st
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def _theirs(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+def _theirs(checkpoint: Path, dtype: torch.dtype, attention: str = "native") -> torch.nn.Module:
     from diffusers import WanTransformer3DModel
 
-    return WanTransformer3DModel.from_pretrained(checkpoint / "transformer", torch_dtype=dtype).cuda().eval()
+    model = WanTransformer3DModel.from_pretrained(checkpoint / "transformer", torch_dtype=dtype).cuda().eval()
+    model.set_attention_backend(attention)
+    return model
 
 
 def reference(checkpoint: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -135,13 +137,11 @@ def reference(checkpoint: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor
     return model(inputs["latents"], inputs["timestep"][:, 0], inputs["text"], return_dict=False)[0].float().cpu()
 
 
-def diffusers_variant(compiled: bool, attention: str | None = None) -> Callable[..., Callable[[], torch.Tensor]]:
+def diffusers_variant(compiled: bool, attention: str = "native") -> Callable[..., Callable[[], torch.Tensor]]:
     """Diffusers in bfloat16."""
 
     def make(checkpoint: Path, config: dict, inputs: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor]:
-        model = _theirs(checkpoint, torch.bfloat16)
-        if attention is not None:
-            model.set_attention_backend(attention)
+        model = _theirs(checkpoint, torch.bfloat16, attention)
         if compiled:
             model.compile_repeated_blocks(fullgraph=True)
         latents, text = inputs["latents"].bfloat16(), inputs["text"].bfloat16()

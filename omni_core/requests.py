@@ -26,7 +26,7 @@ def _not_blank(value: str) -> str:
     return value
 
 
-Prompt = Annotated[str, AfterValidator(_not_blank)]
+Prompt = Annotated[str, AfterValidator(_not_blank), Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})]
 """Text that is more than white space."""
 
 

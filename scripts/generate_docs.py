@@ -111,7 +111,8 @@ def routes(argument: str) -> str:
     if argument == "stages":
         router = stage_router(SimpleNamespace())  # type: ignore[arg-type]
     else:
-        router = video_router(SimpleNamespace(engine=SimpleNamespace(request_model=VideoRequest)))  # type: ignore[arg-type]
+        engine = SimpleNamespace(request_model=VideoRequest)
+        router = video_router(SimpleNamespace(engine=engine, models=["model"]))  # type: ignore[arg-type]
     rows = [
         (f"`{method} {route.path}`", inspect.cleandoc(route.endpoint.__doc__ or ""))  # type: ignore[attr-defined]
         for route in router.routes
@@ -139,7 +140,6 @@ def job(argument: str) -> str:
     """The fields of a video job."""
     meanings = attributes(VideoJob)
     sent = VideoJob("id", "model", "prompt", "1x1", "1", 0, 0).to_json()
-    meanings |= {"object": "Always `video`.", "remixed_from_video_id": "Always null."}
     return table(("field", "meaning"), [(f"`{name}`", _sentence(meanings[name])) for name in sent])
 
 

@@ -109,14 +109,21 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="session")
-def toy_server(start_server, toy_site, toy_checkpoint):
-    """``omni serve`` of the toy family: two requests at a time, three may wait."""
+def serve_toy(start_server, toy_site, toy_checkpoint):
+    """``omni serve`` of the toy family: ``serve_toy(*flags, env={...})``."""
     path = os.pathsep.join([*toy_site, os.environ.get("PYTHONPATH", "")])
-    return start_server(
-        str(BIN / "omni"), "serve", str(toy_checkpoint), "--served-model-name", "toy", "toy-too",
-        "--max-num-seqs", "2", "--max-queued-requests", "3",
-        env={"PYTHONPATH": path},
-    )  # fmt: skip
+
+    def serve(*flags, env=None):
+        command = (str(BIN / "omni"), "serve", str(toy_checkpoint), *flags)
+        return start_server(*command, env={"PYTHONPATH": path, **(env or {})})
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def toy_server(serve_toy):
+    """The toy family: two requests at a time, three may wait."""
+    return serve_toy("--served-model-name", "toy", "toy-too", "--max-num-seqs", "2", "--max-queued-requests", "3")
 
 
 @pytest.fixture(scope="session")

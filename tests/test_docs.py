@@ -20,7 +20,7 @@ from omni_core.config.deploy import override_from_text, read_deploy
 from omni_core.config.server import server_settings
 from omni_core.errors import RequestError
 from omni_core.http.bodies import MAX_BODY_BYTES, MAX_IMAGE_BODY_BYTES, SHARED, to_request_values
-from omni_core.http.errors import _TYPES, error_response
+from omni_core.http.errors import ERROR_TYPES, error_response
 from omni_core.http.images import ALIASES, with_placeholders
 from omni_core.http.jobs import VideoJob
 from omni_core.http.stages import SleepRequest
@@ -312,10 +312,29 @@ def test_the_error_that_is_shown_is_the_one_that_is_given():
 def test_every_shared_field_and_every_status_is_explained():
     text = HTTP.read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in text for name in SHARED)
-    assert all(f"| {status} | `{kind}` |" in text for status, kind in _TYPES.items())
+    assert all(f"| {status} | `{kind}` |" in text for status, kind in ERROR_TYPES.items())
 
 
 def test_the_checks_see_what_the_pages_show():
     """Else a change of form would make every check above pass by finding nothing."""
     for find in (serve_commands, other_commands, curl_bodies, python_requests):
         assert len(cases(find)) >= 4, find.__name__
+
+
+def named_tests(page):
+    """``(file, name)`` of each test that a page names, as ``file::name`` between backticks."""
+    return re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("test", cases(named_tests))
+def test_a_test_that_is_named_is_there(test):
+    file, name = test
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_row_of_the_field_notes_says_where_omni_stands():
+    rows = re.findall(r"^\| [\w-]+#\d+ \| .+ \| (.+) \|$", (ROOT / "docs" / "field-notes.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 50
+    for row in rows:
+        assert "::" in row or row.startswith(("Not yet: ", "Nothing to test")), row

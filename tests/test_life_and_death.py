@@ -1,9 +1,7 @@
 """What is left when a server ends, however it ends."""
 
-import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,11 +24,11 @@ def server_mp(make_server):
 
 
 @pytest.fixture
-def make_server(start_server, toy_site, toy_checkpoint, tmp_path):
+def make_server(serve_toy, tmp_path):
     made = []
 
     def make(*flags):
-        made.append(_start(start_server, toy_site, toy_checkpoint, tmp_path, flags))
+        made.append(_start(serve_toy, tmp_path, flags))
         return made[-1]
 
     yield make
@@ -38,13 +36,9 @@ def make_server(start_server, toy_site, toy_checkpoint, tmp_path):
         server.process.kill()
 
 
-def _start(start_server, toy_site, toy_checkpoint, tmp_path, flags):
+def _start(serve_toy, tmp_path, flags):
     results = tmp_path / "results"
-    path = os.pathsep.join([*toy_site, os.environ.get("PYTHONPATH", "")])
-    server = start_server(
-        str(Path(os.sys.executable).parent / "omni"), "serve", str(toy_checkpoint), *flags,
-        env={"PYTHONPATH": path, "OMNI_RESULTS_DIR": str(results)},
-    )  # fmt: skip
+    server = serve_toy(*flags, env={"OMNI_RESULTS_DIR": str(results)})
     server.results = results
     server.children = psutil.Process(server.process.pid).children(recursive=True)
     assert any("EngineCore" in child.name() for child in server.children)

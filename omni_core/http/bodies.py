@@ -27,7 +27,7 @@ MAX_IMAGE_BODY_BYTES = 64 << 20
 """Largest body where the model takes images."""
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
-_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
 
 async def read_body(request: Request, model: type[VideoRequest]) -> tuple[dict[str, Any], bool]:

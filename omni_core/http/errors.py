@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from functools import wraps
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from omni_core.errors import ConfigError, GenerationCancelled, OmniError, QueueFull, RequestError, StageUnavailable
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {
+ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    416: "RangeNotSatisfiableError",
     429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+"""``type`` of an error, as OpenAI's clients see it, by status code."""
 
 
 class HttpError(Exception):
@@ -55,26 +59,31 @@ def error_response(error: Exception) -> JSONResponse:
     else:
         status = 500
     message = str(error) if isinstance(error, OmniError | HttpError) else f"{type(error).__name__}: {error}"
-    body = {"message": message, "type": _TYPES[status], "param": param, "code": status}
+    body = {"message": message, "type": ERROR_TYPES[status], "param": param, "code": status}
     return JSONResponse({"error": body}, status_code=status, headers=headers)
 
 
-Handler = Callable[..., Awaitable[Response]]
+class Route(APIRoute):
+    """A route that turns whatever its handler raises into an answer in the OpenAI error shape."""
 
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with its errors answered."""
+        handler = super().get_route_handler()
 
-def answers_errors(handler: Handler) -> Handler:
-    """Turn whatever a handler raises into an answer in the OpenAI error shape."""
+        async def answering(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except RequestValidationError as error:  # a parameter of path or query
+                first = error.errors()[0]
+                name = str(first["loc"][-1])
+                shown = f"{first['input']!r:.80}"
+                return error_response(RequestError(f"{name}={shown}: {first['msg']}", name))
+            except (OmniError, HttpError) as error:
+                return error_response(error)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                logger.exception("%s failed", self.name)
+                return error_response(error)
 
-    @wraps(handler)
-    async def wrapped(*arguments: Any, **options: Any) -> Response:
-        try:
-            return await handler(*arguments, **options)
-        except (OmniError, HttpError) as error:
-            return error_response(error)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except Exception as error:
-            logger.exception("%s failed", handler.__name__)
-            return error_response(error)
-
-    return wrapped
+        return answering

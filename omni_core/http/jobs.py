@@ -43,6 +43,8 @@ class VideoJob:
         progress: 0 to 100.
         error: ``code`` and ``message`` of a failed job.
         seconds_by_phase: how long it spent in each phase, once it is completed.
+        object: always ``video``.
+        remixed_from_video_id: always null.
     """
 
     id: str
@@ -58,10 +60,12 @@ class VideoJob:
     expires_at: int | None = None
     error: dict[str, str] | None = None
     seconds_by_phase: dict[str, float] | None = None
+    object: Literal["video"] = "video"
+    remixed_from_video_id: None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object as clients see it."""
-        return {**asdict(self), "object": "video", "remixed_from_video_id": None}
+        return asdict(self)
 
     @property
     def ended(self) -> bool:
@@ -138,7 +142,7 @@ class JobStore:
 
     def _write(self, job: VideoJob) -> None:
         partial = self.folder / f"{job.id}.partial.json"
-        partial.write_text(json.dumps(asdict(job)))
+        partial.write_text(json.dumps(job.to_json()))
         os.replace(partial, self.folder / f"{job.id}.json")
 
     def file(self, job_id: str) -> Path:

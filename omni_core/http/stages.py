@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omni_core.errors import RequestError, StageUnavailable
-from omni_core.http.errors import answers_errors
+from omni_core.http.declared import HealthAnswer, StagesAnswer, answers, json_body
+from omni_core.http.errors import Route
 from omni_core.supervisor import SleepMode, StageState, SupervisedStage
 
 
@@ -38,12 +39,12 @@ class WakeUpRequest(BaseModel):
 
 def stage_router(stage: SupervisedStage) -> APIRouter:
     """The routes for a pipeline of one stage."""
-    router = APIRouter(tags=["stages"])
+    router = APIRouter(tags=["stages"], route_class=Route)
 
     def statuses() -> dict[str, Any]:
         return {stage.stage: stage.status()}
 
-    @router.get("/health")
+    @router.get("/health", responses={code: {"model": HealthAnswer} for code in (200, 503)})
     async def health() -> Response:
         """200 while every stage is up (asleep counts as up), 503 otherwise; either way with each stage's state."""
         healthy = stage.state in (StageState.RUNNING, StageState.ASLEEP)
@@ -52,8 +53,7 @@ def stage_router(stage: SupervisedStage) -> APIRouter:
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={"Retry-After": str(StageUnavailable.retry_after)})
 
-    @router.post("/v1/omni/sleep", openapi_extra=_body(SleepRequest))
-    @answers_errors
+    @router.post("/v1/omni/sleep", openapi_extra=json_body(SleepRequest), responses=answers(StagesAnswer, 400, 503))
     async def sleep(request: Request) -> Response:
         """Free the device memory of stages."""
         wanted = await _read(request, SleepRequest)
@@ -62,8 +62,7 @@ def stage_router(stage: SupervisedStage) -> APIRouter:
             await stage.sleep(wanted.level, wanted.mode)
         return JSONResponse({"stages": statuses()})
 
-    @router.post("/v1/omni/wakeup", openapi_extra=_body(WakeUpRequest))
-    @answers_errors
+    @router.post("/v1/omni/wakeup", openapi_extra=json_body(WakeUpRequest), responses=answers(StagesAnswer, 400, 503))
     async def wake_up(request: Request) -> Response:
         """Bring stages back."""
         wanted = await _read(request, WakeUpRequest)
@@ -91,7 +90,3 @@ def _check_names(names: list[str] | None, stage: SupervisedStage) -> None:
     for name in names or ():
         if name != stage.stage:
             raise RequestError(f"there is no stage {name!r}; this server has {stage.stage}", "stages")
-
-
-def _body(model: type[BaseModel]) -> dict[str, Any]:
-    return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}}}

@@ -7,17 +7,19 @@ import tempfile
 import time
 from collections.abc import Awaitable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
-from starlette.background import BackgroundTask
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
 
 from omni_core.errors import OmniError
-from omni_core.http.bodies import SHARED, read_body, to_request_values
-from omni_core.http.errors import HttpError, answers_errors
-from omni_core.http.images import ALIASES, Fetch, fetch_images, image_fields, with_placeholders
+from omni_core.http.bodies import read_body, to_request_values
+from omni_core.http.declared import RANGE_HEADER, Deleted, JobPage, answers, file_answers, video_body
+from omni_core.http.errors import HttpError, Route
+from omni_core.http.files import FileAnswer
+from omni_core.http.images import Fetch, fetch_images, image_fields, with_placeholders
 from omni_core.http.jobs import JobStore, VideoJob, new_job_id
 from omni_core.media import encode_mp4
 from omni_core.requests import VideoRequest
@@ -25,6 +27,8 @@ from omni_core.runtime import Progress, Slot, VideoEngine, VideoOutput
 
 T = TypeVar("T")
 MP4 = "video/mp4"
+HEADERS = ("X-Request-Id", "X-Seed", "X-Inference-Time-S")
+"""Of the answer of ``/v1/videos/sync``."""
 
 
 class VideoService:
@@ -168,22 +172,25 @@ async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 def video_router(service: VideoService) -> APIRouter:
     """The routes of ``service``."""
-    router = APIRouter(tags=["videos"])
-    body = {"requestBody": {"required": True, "content": _content(service.engine.request_model)}}
+    router = APIRouter(tags=["videos"], route_class=Route)
+    body = video_body(service.engine.request_model, service.models)
 
     def find(job_id: str) -> VideoJob:
         if (job := service.store.get(job_id)) is None:
             raise HttpError(404, f"there is no video {job_id!r}", "video_id")
         return job
 
-    @router.post("/v1/videos", openapi_extra=body)
-    @answers_errors
+    @router.post("/v1/videos", openapi_extra=body, responses=answers(VideoJob, 400, 404, 413, 429, 503))
     async def create_video(request: Request) -> Response:
         """Start a video job."""
         return JSONResponse(service.submit(*await service.read(request)).to_json())
 
-    @router.post("/v1/videos/sync", openapi_extra=body, response_class=FileResponse)
-    @answers_errors
+    @router.post(
+        "/v1/videos/sync",
+        openapi_extra=body,
+        response_class=Response,
+        responses=file_answers(MP4, 400, 404, 413, 429, 500, 503, headers=HEADERS),
+    )
     async def create_video_sync(request: Request) -> Response:
         """Generate a video and answer with the file."""
         parsed, slot = await service.read(request)
@@ -198,38 +205,41 @@ def video_router(service: VideoService) -> APIRouter:
             slot.release()  # the work did, unless it was cancelled before it began
         return await _file_answer(output, time.perf_counter() - begin)
 
-    @router.get("/v1/videos")
-    @answers_errors
-    async def list_videos(limit: int = 20, after: str | None = None, order: str = "desc") -> Response:
+    @router.get("/v1/videos", responses=answers(JobPage, 400))
+    async def list_videos(
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
         """List jobs, a page at a time."""
         return JSONResponse(_page(service.store.list(), limit, after, order))
 
-    @router.get("/v1/videos/{video_id}")
-    @answers_errors
+    @router.get("/v1/videos/{video_id}", responses=answers(VideoJob, 404))
     async def get_video(video_id: str) -> Response:
         """A job, with its status and progress."""
         return JSONResponse(find(video_id).to_json())
 
-    @router.delete("/v1/videos/{video_id}")
-    @answers_errors
+    @router.delete("/v1/videos/{video_id}", responses=answers(Deleted, 404))
     async def delete_video(video_id: str) -> Response:
         """Forget a job; abort its work if it is under way."""
         await service.delete(find(video_id))
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
-    @router.get("/v1/videos/{video_id}/content", response_class=FileResponse)
-    @answers_errors
-    async def get_video_content(video_id: str, variant: str = "video") -> Response:
+    @router.get(
+        "/v1/videos/{video_id}/content",
+        response_class=Response,
+        openapi_extra=RANGE_HEADER,
+        responses=file_answers(MP4, 400, 404, 409, 416, ranges=True),
+    )
+    async def get_video_content(video_id: str, variant: Literal["video"] = "video") -> Response:
         """The finished file."""
-        if variant != "video":
-            raise HttpError(400, f"variant={variant!r} is not supported; only 'video' is", "variant")
         job = find(video_id)
         if job.status != "completed":
             reason = f": {job.error['message']}" if job.error else f", progress {job.progress}%"
             raise HttpError(409, f"video {video_id} is {job.status}{reason}", "video_id")
         path = service.store.begin_reading(video_id)
-        done = BackgroundTask(service.store.end_reading, video_id)
-        return FileResponse(path, media_type=MP4, filename=f"{video_id}.mp4", background=done)
+        done = partial(service.store.end_reading, video_id)
+        return FileAnswer(path, media_type=MP4, filename=f"{video_id}.mp4", done=done)
 
     return router
 
@@ -239,19 +249,12 @@ async def _file_answer(output: VideoOutput, elapsed: float) -> Response:
     handle.close()
     path = Path(handle.name)
     await write_mp4(output, path)
-    headers = {
-        "X-Request-Id": output.request_id,
-        "X-Seed": str(output.request.seed),
-        "X-Inference-Time-S": f"{elapsed:.3f}",
-    }
-    return FileResponse(path, media_type=MP4, headers=headers, background=BackgroundTask(path.unlink, missing_ok=True))
+    values = (output.request_id, str(output.request.seed), f"{elapsed:.3f}")
+    headers = dict(zip(HEADERS, values, strict=True))
+    return FileAnswer(path, media_type=MP4, headers=headers, done=partial(path.unlink, missing_ok=True))
 
 
 def _page(jobs: list[VideoJob], limit: int, after: str | None, order: str) -> dict[str, Any]:
-    if not 1 <= limit <= 100:
-        raise HttpError(400, f"limit={limit} must be from 1 to 100", "limit")
-    if order not in ("asc", "desc"):
-        raise HttpError(400, f"order={order!r} must be 'asc' or 'desc'", "order")
     if order == "desc":
         jobs = jobs[::-1]
     if after is not None:
@@ -267,24 +270,3 @@ def _page(jobs: list[VideoJob], limit: int, after: str | None, order: str) -> di
         "last_id": page[-1].id if page else None,
         "has_more": len(jobs) > limit,
     }
-
-
-def _content(model: type[VideoRequest]) -> dict[str, Any]:
-    """The body's schema: the family's request model and the fields that every video endpoint takes."""
-    schema = model.model_json_schema()
-    shared = {
-        "model": {"type": "string", "description": "A served model name."},
-        "size": {"type": "string", "pattern": "^[1-9][0-9]*x[1-9][0-9]*$", "description": "WIDTHxHEIGHT in pixels."},
-        "seconds": {
-            "type": ["string", "number"],
-            "description": "Duration; the nearest allowed number of frames is taken.",
-        },
-        "extra_params": {"type": "object", "description": "Further fields of the model, for clients that nest them."},
-    }
-    assert set(shared) == set(SHARED)
-    if image_fields(model):
-        shared |= {
-            name: {"type": "string", "description": f"The same as {image_fields(model)[0]}."} for name in ALIASES
-        }
-    schema["properties"] = {**schema["properties"], **shared}
-    return {"application/json": {"schema": schema}, "multipart/form-data": {"schema": schema}}

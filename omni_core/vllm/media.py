@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMError
 from vllm.multimodal.media import MediaConnector
 
 from omni_core.errors import RequestError
+
+
+class _NoRedirects(HTTPConnection):
+    """Follows no redirect: vLLM checks only the first host against the allowed ones."""
+
+    async def get_async_response(self, url: str, **options: Any) -> Any:
+        return await super().get_async_response(url, **{**options, "allow_redirects": False})
 
 
 class ImageFetcher:
@@ -16,12 +24,13 @@ class ImageFetcher:
 
     Args:
         allowed_local_path: ``--allowed-local-media-path``; empty allows no ``file:`` URL.
-        allowed_domains: ``--allowed-media-domains``; empty allows every host.
+        allowed_domains: ``--allowed-media-domains``; empty allows every host. Otherwise no redirect is followed.
     """
 
     def __init__(self, allowed_local_path: str = "", allowed_domains: list[str] | None = None) -> None:
+        connection = _NoRedirects() if allowed_domains else HTTPConnection()
         self._connector = MediaConnector(
-            allowed_local_media_path=allowed_local_path, allowed_media_domains=allowed_domains
+            connection=connection, allowed_local_media_path=allowed_local_path, allowed_media_domains=allowed_domains
         )
 
     async def __call__(self, url: str) -> Any:

@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from omni_core.config.model import Resolved
 from omni_core.diffusion.results import sweep
 from omni_core.errors import ConfigError
+from omni_core.http.declared import describe
 from omni_core.http.jobs import JobStore
 from omni_core.http.metrics import StageCollector
 from omni_core.http.stages import stage_router
@@ -190,6 +191,7 @@ def make_app(resolved: Resolved, args: Namespace, stage: SupervisedStage, servic
     for name in resolved.server.allow_routes:
         routes = get_manager().http_routes(name)
         app.include_router(load_reference(routes.router)(service.engine))
+    describe(app)
     state = app.state
     state.engine_client = LauncherClient(stage, service)
     state.args = args

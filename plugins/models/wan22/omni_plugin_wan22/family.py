@@ -24,6 +24,8 @@ UNUSUAL = (
     "invert_sigmas",
     "stochastic_sampling",
 )
+VAE_DTYPE = "float32"
+"""Of the stage's option ``vae_dtype``, where nobody sets it; diffusers' examples run the VAE in float32 too."""
 CLIP_CONDITIONED = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 
 
@@ -100,7 +102,9 @@ def pipeline(checkpoint: Checkpoint) -> Pipeline:
         CheckpointError: a component is missing.
     """
     read_layout(checkpoint)
-    return Pipeline((DiffusionStage(name="diffusion", model="omni_plugin_wan22.model:WanModel"),))
+    return Pipeline(
+        (DiffusionStage(name="diffusion", model="omni_plugin_wan22.model:WanModel", options={"vae_dtype": VAE_DTYPE}),)
+    )
 
 
 def read_layout(checkpoint: Checkpoint) -> WanLayout:

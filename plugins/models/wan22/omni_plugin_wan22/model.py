@@ -16,7 +16,7 @@ from omni_core.errors import ConfigError
 from omni_core.vllm.loading import load_weights
 from omni_plugin_wan22 import vae as video_vae
 from omni_plugin_wan22.conditioning import Condition, FirstFrame, GivenFrames, first_frame, given_frames
-from omni_plugin_wan22.family import Conditioning, WanLayout, read_layout
+from omni_plugin_wan22.family import VAE_DTYPE, Conditioning, WanLayout, read_layout
 from omni_plugin_wan22.request import WanGuidedRequest, WanRequest
 from omni_plugin_wan22.schedule import DMDSampler, Expert, Sampler, choose_experts, flow_sampler
 from omni_plugin_wan22.text import TextEncoder
@@ -67,7 +67,7 @@ class WanState(DiffusionState):
 
 
 class WanModel(DiffusionModel[WanRequest, WanState]):
-    """Text encoder, one or two experts, and the video VAE (always float32)."""
+    """Text encoder, one or two experts, and the video VAE, which has a dtype of its own (``vae_dtype``)."""
 
     def __init__(
         self, text: TextEncoder, experts: Sequence[WanTransformer], vae: AutoencoderKLWan, layout: WanLayout
@@ -80,12 +80,13 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         if context.dtype not in DTYPES:
             allowed = " or ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise ConfigError(f"Wan runs in {allowed}, not {str(context.dtype).removeprefix('torch.')}")
+        vae_dtype = video_vae.read_dtype(context.options.get("vae_dtype", VAE_DTYPE))
         layout = read_layout(Checkpoint(context.checkpoint))
         config = TransformerConfig.from_json(layout.transformer)
         return cls(
             TextEncoder.load(context.checkpoint, context.device, context.dtype),
             [_load_expert(config, context.checkpoint / name, context) for name in layout.experts],
-            video_vae.load_vae(layout.vae, context.checkpoint / "vae", context.device),
+            video_vae.load_vae(layout.vae, context.checkpoint / "vae", context.device, vae_dtype),
             layout,
         ).eval()
 
@@ -146,7 +147,7 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
 
     def decode(self, state: WanState) -> Iterator[torch.Tensor]:
         """One latent frame a chunk."""
-        return video_vae.decode(self.vae, state.video.to(self.vae.dtype))
+        return video_vae.decode(self.vae, state.video)
 
     def _noise(self, request: WanRequest, generator: torch.Generator) -> torch.Tensor:
         """Standard normal latents, drawn on the CPU so that a seed means the same on every device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 
 import pytest
@@ -55,6 +56,9 @@ def test_the_second_scale_is_the_low_noise_experts(parse):
         ("width", 1040, "less than or equal to 1024"),
         ("width", "832", "valid integer"),
         ("width", 832.0, "valid integer"),
+        ("height", 700, "multiple of 16"),
+        ("num_frames", 48, "4k\\+1"),
+        ("seed", random.Random(7), "valid integer"),
         ("height", True, "valid integer"),
         ("num_frames", 80, "nearest: 77 or 81"),
         ("num_frames", 245, "less than or equal to 241"),
