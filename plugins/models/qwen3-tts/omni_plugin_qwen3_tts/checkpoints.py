@@ -3,8 +3,8 @@
     python -m omni_plugin_qwen3_tts.checkpoints FOLDER --kind custom-voice
     python -m omni_plugin_qwen3_tts.checkpoints FOLDER --kind base --size 1.7b --device cuda
 
-They babble, but they go through every code path that a real checkpoint does. Names and shapes of their tensors are those
-that the reference (``qwen-tts``) saves, which it can load.
+They babble, but they go through every code path that a real checkpoint does. The reference (``qwen-tts``) can load
+them: names and shapes of their tensors are those that it saves.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ SIZES = {
     "tiny": Size("1b7", predictor=_layers(48, 96, 3, 4, 2, 32), **_TINY),
     "tiny-0.6b": Size("0b6", predictor=_layers(64, 96, 3, 4, 2, 32), **_TINY),
 }
-"""``tiny`` is like 1.7B, whose code predictor is narrower than its talker; ``tiny-0.6b`` is like 0.6B, where it is not."""
+"""``tiny`` is like 1.7B, whose code predictor is narrower than its talker; ``tiny-0.6b`` is like 0.6B: as wide."""
 
 
 def model_config(kind: str, size_name: str = "tiny") -> dict[str, Any]:
@@ -257,26 +257,34 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     if last in ("scale", "gamma"):  # what a residual is scaled by
         return 0.5 + 0.1 * tensor
     if last in ("bias", "alpha", "beta"):
-        return 0.1 * tensor
+        return (0.01 if name.startswith("encoder.encoder.") else 0.1) * tensor
     if len(shape) == 1:
         return 1 + 0.1 * tensor
-    return tensor * _scale(name, shape)
+    if "embed" in last or "embedding" in name:
+        return tensor
+    return tensor * (_gain(name, shape) / math.sqrt(_inputs(name, shape)))
 
 
-def _scale(name: str, shape: tuple[int, ...]) -> float:
-    if name.endswith(("embedding_sum", "embed_sum")) or "embedding" in name:
-        return 1.0
-    if "upsample" in name and name.endswith(".0.conv.weight"):  # transposed, as long as its stride
-        return 1 / math.sqrt(shape[0])
-    if name.endswith(".block.1.conv.weight") and name.startswith("decoder."):  # transposed, twice as long as its stride
-        return 1 / math.sqrt(2 * shape[0])
-    inputs = math.prod(shape[1:])
-    gain = HEAD_GAIN if "lm_head" in name or "codec_head" in name else 1.0
-    return gain / math.sqrt(inputs)
+def _inputs(name: str, shape: tuple[int, ...]) -> int:
+    """How many numbers one output of a layer is a sum of."""
+    if name.startswith("decoder.upsample.") and name.endswith(".0.conv.weight"):  # transposed, as long as its stride
+        return shape[0]
+    if name.startswith("decoder.decoder.") and name.endswith(".block.1.conv.weight"):  # twice as long
+        return 2 * shape[0]
+    return math.prod(shape[1:])
 
 
-HEAD_GAIN = 3.0
-"""Of the heads that predict codes, so that probabilities are unlike each other."""
+def _gain(name: str, shape: tuple[int, ...]) -> float:
+    """Chosen so that codes differ from frame to frame, one is likelier than others, and audio is not clipped."""
+    if "lm_head" in name or "codec_head" in name:
+        return 3.0
+    if name.startswith("encoder.encoder."):
+        return 1.8
+    if name.startswith("encoder.quantizer."):
+        return 0.5
+    if name.startswith("decoder.decoder."):
+        return 0.06 if shape[0] == 1 else 0.3 if ".conv2." in name else 1.0
+    return 1.0
 
 
 def main() -> None:

@@ -1,13 +1,14 @@
 """Configurations of Qwen3-TTS checkpoints, for ``transformers.AutoConfig``; no code of a checkpoint is run.
 
-A checkpoint has two: ``config.json`` (``model_type`` ``qwen3_tts``: talker, its code predictor, and a speaker encoder
-where ``tts_model_type`` is ``base``) and ``speech_tokenizer/config.json`` (``qwen3_tts_tokenizer_12hz``: an encoder that
-is Mimi's, and a decoder of its own). Field names are those of the files. Defaults are those of the reference (``qwen-tts``
-0.1.1) except for what its classes leave out and its checkpoints always say.
+A checkpoint has two. ``config.json`` is of ``model_type`` ``qwen3_tts``: a talker, its code predictor, and a speaker
+encoder where ``tts_model_type`` is ``base``. ``speech_tokenizer/config.json`` is of ``qwen3_tts_tokenizer_12hz``: an
+encoder, which is Mimi's, and a decoder. Field names are those of the files. Defaults are those of the reference
+(``qwen-tts`` 0.1.1), which has none for what checkpoints always say.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, ClassVar
 
@@ -240,4 +241,5 @@ def register() -> None:
 
 
 def _sub_config(kind: type[PreTrainedConfig], values: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
-    return values if isinstance(values, PreTrainedConfig) else kind(**(values or {}))
+    """The configuration that ``values`` say; a copy, since transformers writes into the dictionary of rope settings."""
+    return values if isinstance(values, PreTrainedConfig) else kind(**copy.deepcopy(values or {}))

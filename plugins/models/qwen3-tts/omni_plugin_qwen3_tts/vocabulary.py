@@ -1,7 +1,7 @@
 """A text tokenizer with the files, the special tokens and the bytes of Qwen's, and few words. No network.
 
-Every text has tokens: words that are not known are spelled in bytes. The words of the chat markup are one token each, as
-prompts need: ``<|im_start|>assistant\\n`` is three.
+Every text has tokens: words that are not known are spelled in bytes. The words of the chat markup are one token each,
+as prompts need: ``<|im_start|>assistant\\n`` is three.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def special_token(name: str, *, genuine: bool) -> int:
 
 
 def size(*, genuine: bool) -> int:
-    """Rows of a text embedding for that vocabulary, rounded up as Qwen's is: 151936, or as few as a tiny model needs."""
-    return 151936 if genuine else -(-special_token(SPECIAL[-1], genuine=False) // 64) * 64
+    """Rows of a text embedding for that vocabulary, rounded up as Qwen's is: 151936, or as few as there can be."""
+    return 151936 if genuine else -(-(special_token(SPECIAL[-1], genuine=False) + 1) // 64) * 64
 
 
 def write_tokenizer(folder: Path, *, genuine: bool) -> None:
