@@ -70,6 +70,8 @@ class DiffusionEngine:
             try:
                 engine_args = AsyncEngineArgs(**arguments)
                 config = engine_args.create_engine_config()
+                if engine_args.async_scheduling is not None:  # on CPUs vLLM turns it off even where it was asked for
+                    config.scheduler_config.async_scheduling = engine_args.async_scheduling
             except ValueError as error:  # pydantic's is one
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"vLLM refuses the configuration of stage {self.stage!r}: {reason}") from None
@@ -214,7 +216,6 @@ def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "scheduler_cls": SCHEDULER,
         "worker_cls": f"{module}.{name}",
-        "async_scheduling": False,
         "enable_prefix_caching": False,
         "enforce_eager": True,  # of vLLM's own compilation and graphs; the model compiles its blocks itself
         "additional_config": settings.to_config(),
