@@ -1,5 +1,6 @@
 """Contract of the diffusion scheduler and runner with the installed vLLM: both driven step by step in this process."""
 
+import gc
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -297,6 +298,37 @@ def test_a_long_decode_is_chunked_and_stalls_nobody(loop):
     np.testing.assert_array_equal(loop.frames(long), toy_video("a cat", 1, steps=1, frames=41))
     np.testing.assert_array_equal(loop.frames(other), toy_video("a dog", 2, steps=60))
     assert len(loop.outputs[other]) < 60 + 10, "it took a step in every engine step"
+
+
+def test_others_take_steps_between_the_pieces_of_a_long_preparation(loop):
+    other = loop.add("a dog", 2, num_inference_steps=30)
+    loop.step()
+    long = loop.add("a cat", 1, pieces=8)
+    loop.run()
+    phases = [output.kv_transfer_params["phase"] for output in loop.outputs[long]]
+    assert phases[:9] == ["encode"] * 8 + ["denoise"], "started with the first piece, denoised with the last"
+    assert len(loop.outputs[other]) == 30 + 5, "it took a step in every engine step until its five chunks"
+    np.testing.assert_array_equal(loop.frames(long), toy_video("a cat", 1))
+    np.testing.assert_array_equal(loop.frames(other), toy_video("a dog", 2, steps=30))
+
+
+@pytest.mark.parametrize("end", ["abort", "failure"])
+def test_a_preparation_that_ends_midway_leaves_nothing(loop, end):
+    other = loop.add("a dog", 2, num_inference_steps=30)
+    request_id = loop.add("a cat", 1, pieces=50, **({"fail_in": "prepare", "fail_at": 3} if end == "failure" else {}))
+    for _ in range(4):
+        loop.step()
+    assert loop.runner.model.preparing == 1
+    if end == "abort":
+        loop.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+    loop.step()
+    gc.collect()
+    assert loop.runner.model.preparing == 0, "its iterator is gone"
+    loop.run()
+    if end == "failure":
+        assert "asked to fail in prepare" in loop.last(request_id).kv_transfer_params["error"]
+    np.testing.assert_array_equal(loop.frames(other), toy_video("a dog", 2, steps=30))
+    assert loop.results.pending() == [] and not loop.runner.running
 
 
 def test_an_abort_while_decoding_leaves_nothing(loop):

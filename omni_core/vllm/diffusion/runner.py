@@ -1,8 +1,8 @@
 """Model runner of a diffusion stage: an engine step is a short piece of work for the running requests.
 
 In one step those that are denoising and whose turn it is (``omni_core.diffusion.fairness``) take one denoising step,
-batched with those of equal ``batch_key``; at most one request is started (text encoding) and at most one chunk is
-decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception fails its own
+batched with those of equal ``batch_key``; at most one request is started (text encoding) or prepared by a piece, and at
+most one chunk is decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception fails its own
 request and nobody else's.
 
 A step is enqueued here and collected in ``omni_core.vllm.diffusion.output``: the device is not waited for. What a step
@@ -46,6 +46,8 @@ logger = init_logger(__name__)
 RANK_TIMEOUT = timedelta(seconds=30)
 """How long a rank that failed waits for the others to have failed too."""
 
+_END = object()
+
 T = TypeVar("T")
 
 
@@ -54,6 +56,7 @@ class RunningRequest:
     """A request in a worker, as far as it was enqueued.
 
     Attributes:
+        pieces: what is left to prepare, between ``start`` and the first denoising step.
         chunks: its frames, once they are decoded.
         decoded: how many of them are.
         delivery: what was collected of it.
@@ -63,6 +66,7 @@ class RunningRequest:
     job: Job
     phase: Phase = "waiting"
     state: DiffusionState | None = None
+    pieces: Iterator[None] | None = None
     chunks: Iterator[torch.Tensor] | None = None
     decoded: int = 0
     delivery: Delivery = field(default_factory=Delivery)
@@ -79,18 +83,23 @@ class RunningRequest:
         return self.error is not None or (self.state is not None and self.decoded >= self.state.request.num_frames)
 
     @property
+    def ready(self) -> bool:
+        """Whether it was started and prepared, and has not ended."""
+        return not self.ended and self.state is not None and self.pieces is None
+
+    @property
     def denoising(self) -> bool:
         """Whether it has denoising steps to take."""
-        return not self.ended and self.state is not None and self.state.step < self.state.num_steps
+        return self.ready and self.state is not None and self.state.step < self.state.num_steps
 
     @property
     def decoding(self) -> bool:
         """Whether its latents are final and its frames are not."""
-        return not self.ended and self.state is not None and not self.denoising
+        return self.ready and not self.denoising
 
     def drop(self) -> None:
         """Give up what it holds on the device."""
-        self.state = self.chunks = None
+        self.state = self.pieces = self.chunks = None
 
 
 class DiffusionModelRunner:
@@ -150,7 +159,7 @@ class DiffusionModelRunner:
         except RequestError:
             return  # it needs more than a prompt, such as an image
         begin = time.perf_counter()
-        self.model.predict([self.model.start(request)])
+        self.model.predict([self.model.begin(request)])
         self._synchronise()
         logger.info("stage %s: compiled in %.0f s", self.settings.stage, time.perf_counter() - begin)
 
@@ -210,8 +219,8 @@ class DiffusionModelRunner:
             return
         self.stats.steps += 1
         self._decode(requests)
-        if unstarted := [(i, r) for i, r in requests.items() if not r.ended and r.state is None]:
-            request_id, request = unstarted[0]
+        if coming := [(i, r) for i, r in requests.items() if not r.ended and not r.ready]:
+            request_id, request = coming[0]
             with self._span("encode", [request]):
                 self._guarded("encode", [request], self._start, request_id, request)
         self._denoise({request_id: request for request_id, request in requests.items() if request.denoising})
@@ -280,12 +289,15 @@ class DiffusionModelRunner:
             raise SystemExit(f"rank {self.rank} failed alone in {phase}: {describe(error)}") from alone
 
     def _start(self, request_id: str, request: RunningRequest) -> None:
-        parsed = parse_request(self.request_model, request.job.request)
-        state = self.model.start(parsed)
-        if not isinstance(state, DiffusionState) or type(state.num_steps) is not int or state.num_steps < 1:
-            raise TypeError(f"start must return a DiffusionState with num_steps of at least 1, got {state!r:.200}")
-        request.state = state
-        self.shares.join(request_id)
+        """Start a request, or go on preparing it."""
+        if request.pieces is None:
+            state = self.model.start(parse_request(self.request_model, request.job.request))
+            if not isinstance(state, DiffusionState) or type(state.num_steps) is not int or state.num_steps < 1:
+                raise TypeError(f"start must return a DiffusionState with num_steps of at least 1, got {state!r:.200}")
+            request.state, request.pieces = state, iter(self.model.prepare(state))
+        if next(request.pieces, _END) is _END:
+            request.pieces = None
+            self.shares.join(request_id)
 
     def _denoise(self, requests: Mapping[str, RunningRequest]) -> None:
         """One denoising step of each request whose turn it is."""

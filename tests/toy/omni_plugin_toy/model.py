@@ -21,6 +21,7 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
         super().__init__()
         self.gain = gain
         self.batches = []
+        self.preparing = 0
 
     @classmethod
     def load(cls, context):
@@ -34,6 +35,15 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
         if request.image is not None:
             bias += request.image.pixels.mean().item() / 1000
         return ToyState(request=request, num_steps=request.num_inference_steps, latents=latents, bias=bias)
+
+    def prepare(self, state):
+        self.preparing += 1
+        try:
+            for piece in range(state.request.pieces):
+                self._maybe_fail(state.request, "prepare", piece)
+                yield
+        finally:
+            self.preparing -= 1
 
     def batch_key(self, state):
         return (state.request.group, tuple(state.latents.shape))
