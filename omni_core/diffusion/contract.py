@@ -1,10 +1,10 @@
-"""The contract between the diffusion runtime and a model family: one class, seven methods and an eighth.
+"""The contract between the diffusion runtime and a model family: one class, seven methods, one more if needed.
 
 The runtime owns queueing, batching, progress, aborts, error isolation and results. A family owns its networks and
-its mathematics. Work comes in units: ``start`` (text encoding, noise, schedule) with the first piece of ``prepare``, each
-further piece, one denoising step (``predict`` and ``advance``), one chunk of ``decode``. An engine step runs at most one
-start or piece, one chunk, and a denoising step of those requests whose turn it is. It is enqueued, and the next one may
-be before the device is done with it: what waits for the device (``item()``, a copy from pageable memory) makes it idle.
+its mathematics. Work comes in units: ``start`` (text encoding, noise, schedule) with the first piece of ``prepare``,
+each further piece, one denoising step (``predict`` and ``advance``), one chunk of ``decode``. An engine step is at most
+one start or piece, one chunk, and a denoising step of those requests whose turn it is. The next one may be enqueued
+before the device is done with it; what makes the host wait for the device, such as ``item()``, leaves it idle.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from reference import toy_video
 
-from omni_core.errors import GenerationError
+from omni_core.errors import ConfigError, GenerationError
 from omni_core.runtime import VideoEngine
 
 pytestmark = pytest.mark.serve
@@ -142,3 +142,10 @@ def test_requests_that_come_end_fail_and_leave_do_not_touch_each_other(stage, en
 def test_seconds_and_frames_of_a_finished_request_are_not_kept(stage, engine):
     run(stage, generate(engine, "a cat", 7))
     assert run(stage, stage.stats())["running"] == 0
+
+
+def test_ray_is_refused_where_vllm_has_no_resource_for_the_device(resolve_toy):
+    from omni_core.vllm.engine import engine_arguments
+
+    with pytest.raises(ConfigError, match=r"'diffusion' cannot run its workers on Ray: .*'cpu' names none; use .* mp"):
+        engine_arguments(resolve_toy(distributed_executor_backend="ray"), "unused")

@@ -2,8 +2,8 @@
 
 In one step those that are denoising and whose turn it is (``omni_core.diffusion.fairness``) take one denoising step,
 batched with those of equal ``batch_key``; at most one request is started (text encoding) or prepared by a piece, and at
-most one chunk is decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception fails its own
-request and nobody else's.
+most one chunk is decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception
+fails its own request and nobody else's.
 
 A step is enqueued here and collected in ``omni_core.vllm.diffusion.output``: the device is not waited for. What a step
 does follows from counts that the host keeps, so the next one can be enqueued before this one is collected, and all
