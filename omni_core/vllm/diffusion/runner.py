@@ -12,6 +12,7 @@ ranks decide alike.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -275,18 +276,18 @@ class DiffusionModelRunner:
         (out of memory, say) leaves the others waiting inside a collective; it ends, the engine with it, and the stage
         is started again.
 
-        Raises:
-            SystemExit: another rank did not fail within ``RANK_TIMEOUT``. An exception would not do: vLLM lets a worker
-                whose output it does not read live on after one.
+        It ends its process: after an exception vLLM lets a worker live on whose output it does not read, and leaving in
+        order would wait for the others.
         """
         if self.vllm_config.parallel_config.world_size == 1:
             return
         self._synchronise()  # the ranks' devices are abreast, their hosts may not be
         try:
-            torch.distributed.monitored_barrier(get_world_group().cpu_group, RANK_TIMEOUT)
-        except RuntimeError as alone:
+            # Not ``monitored_barrier``: only rank 0 keeps its time limit.
+            torch.distributed.barrier(get_world_group().cpu_group, async_op=True).wait(RANK_TIMEOUT)
+        except RuntimeError:
             logger.error("stage %s: rank %d failed alone in %s", self.settings.stage, self.rank, phase, exc_info=error)
-            raise SystemExit(f"rank {self.rank} failed alone in {phase}: {describe(error)}") from alone
+            os._exit(1)
 
     def _start(self, request_id: str, request: RunningRequest) -> None:
         """Start a request, or go on preparing it."""
