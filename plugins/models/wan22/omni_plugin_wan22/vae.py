@@ -8,7 +8,7 @@ weights; what they compute is in ``vae_layers.py``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,12 @@ def load_vae(
     return vae
 
 
-def encode(vae: AutoencoderKLWan, video: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+def encode(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
     """[1, 3, frames, height, width] in [-1, 1] to normalised latents, float32 [1, z_dim, latent frames, h, w].
 
-    The mode of the posterior, as image to video takes it. Yields after each latent frame; the latents are what it
-    returns.
+    The mode of the posterior, as image to video takes it.
     """
-    encoded = []
-    for latents in encode_chunks(vae, video):
-        encoded.append(latents)
-        yield
-    return torch.cat(encoded, dim=2)
+    return torch.cat(list(encode_chunks(vae, video)), dim=2)
 
 
 def encode_chunks(vae: AutoencoderKLWan, video: torch.Tensor) -> Iterator[torch.Tensor]:
