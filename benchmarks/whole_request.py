@@ -10,6 +10,8 @@ unguided), puts the stage to sleep, wakes it, and generates once more: the bytes
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,7 +33,8 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", arguments.checkpoint, "--omni"]
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    command = [shutil.which("vllm", path=beside) or "vllm", "serve", arguments.checkpoint, "--omni"]
     command += [
         "--host",
         "127.0.0.1",
