@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
@@ -130,7 +131,8 @@ class DiffusionModelRunner:
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         try:
-            self._load()
+            with set_current_vllm_config(self.vllm_config):  # layers of vLLM ask for it; not every worker sets it
+                self._load()
         except Exception as error:
             report_failure(self.settings.results, str(error) if isinstance(error, OmniError) else describe(error))
             raise
