@@ -77,7 +77,7 @@ def load_bare(resolved: Any) -> Any:
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def start_bare(model: Any, requests: Sequence[Any]) -> list[Any]:
     """States of ``requests``, ready for their first step."""
-    return [model.start(request) for request in requests]
+    return [model.begin(request) for request in requests]
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

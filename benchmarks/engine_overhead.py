@@ -4,7 +4,8 @@
     python benchmarks/engine_overhead.py --rounds 7 --record
 
 For each model and executor, rounds alternate between the bare loop (the model's contract called in this process) and
-the engine (requests through ``VideoEngine``, as HTTP sends them). The figure of a round is the time between two
+the engine (requests through ``VideoEngine``, as HTTP sends them), without and with run-ahead
+(``--async-scheduling``): an engine each, of which one works at a time. The figure of a round is the time between two
 denoising steps while all of its requests are denoising; of rounds the median is given.
 """
 
@@ -15,6 +16,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,14 @@ ATTEMPTS = 5
 
 @dataclass
 class Case:
-    """Rounds of one model, executor and number of requests; milliseconds a step.
+    """Rounds of one model, executor, setting of run-ahead and number of requests; milliseconds a step.
 
     ``model``: what the worker itself measures of a step: the model's part.
     """
 
     name: str
     executor: str
+    ahead: bool
     requests: int
     bare: list[float] = field(default_factory=list)
     engine: list[float] = field(default_factory=list)
@@ -54,11 +57,12 @@ class Case:
         """Medians, for the table."""
         bare, engine, model = median(self.bare), median(self.engine), median(self.model)
         figures = (f"{bare:.2f}", f"{engine:.2f}", f"{engine - bare:+.2f}", f"{engine / bare:.2f}")
-        return (self.name, self.executor, str(self.requests), *figures, f"{engine - model:+.2f}")
+        ahead = "yes" if self.ahead else "no"
+        return (self.name, self.executor, ahead, str(self.requests), *figures, f"{engine - model:+.2f}")
 
 
 HEADER = (
-    "model", "executor", "requests", "bare (ms)", "engine (ms)", "engine - bare (ms)", "engine / bare",
+    "model", "executor", "run-ahead", "requests", "bare (ms)", "engine (ms)", "engine - bare (ms)", "engine / bare",
     "engine - worker's own model time (ms)",
 )  # fmt: skip
 
@@ -112,30 +116,42 @@ async def try_round(engine: Any, requests: Sequence[Any]) -> tuple[float, float]
 
 
 async def measure(folder: Path, executor: str, arguments: argparse.Namespace) -> list[Case]:
-    """The rounds of one model and executor, for each number of requests."""
+    """The rounds of one model and executor, for each setting of run-ahead and number of requests."""
     from omni_core.api import AsyncOmni
     from omni_core.vllm.parallel import parallel_state
 
     most = max(arguments.requests)
-    cases = [Case(folder.name, executor, number) for number in arguments.requests]
-    async with AsyncOmni(folder, distributed_executor_backend=executor, max_num_seqs=most) as omni:
+    settings = [setting == "yes" for setting in arguments.run_ahead]
+    cases = [Case(folder.name, executor, ahead, number) for number in arguments.requests for ahead in settings]
+    async with AsyncExitStack() as stack:
+        engines = {
+            ahead: await stack.enter_async_context(
+                AsyncOmni(
+                    folder, distributed_executor_backend=executor, max_num_seqs=most, async_scheduling=ahead,
+                    gpu_memory_utilization=arguments.gpu_memory_utilization,
+                )
+            )
+            for ahead in settings
+        }  # fmt: skip
         with parallel_state():  # which a worker has before it loads a model
-            await alternate(omni, load_bare(omni.resolved), cases, arguments)
+            model = load_bare(next(iter(engines.values())).resolved)
+            await alternate({ahead: omni.engine for ahead, omni in engines.items()}, model, cases, arguments)
     return cases
 
 
-async def alternate(omni: Any, model: Any, cases: Sequence[Case], arguments: argparse.Namespace) -> None:
+async def alternate(engines: Any, model: Any, cases: Sequence[Case], arguments: argparse.Namespace) -> None:
     """Alternate bare and engine rounds; the first of each case is not counted."""
     fields = request_fields(arguments, arguments.steps)
     for number in range(-1, arguments.rounds):
         for case in cases:
+            engine = engines[case.ahead]
             values = [{"prompt": f"prompt {i}", "seed": i, **fields} for i in range(case.requests)]
-            requests = [omni.engine.parse(value) for value in values]
+            requests = [engine.parse(value) for value in values]
             bare = bare_round(model, requests)
-            engine, own = await engine_round(omni.engine, requests)
+            milliseconds, own = await engine_round(engine, requests)
             if number >= 0:
                 case.bare.append(bare)
-                case.engine.append(engine)
+                case.engine.append(milliseconds)
                 case.model.append(own)
 
 
@@ -145,6 +161,8 @@ def main() -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(BUILT_IN), help="toy, tiny-wan or folders of checkpoints")
     add("--executors", nargs="+", choices=("uni", "mp"), default=["uni", "mp"])
+    add("--run-ahead", nargs="+", choices=("no", "yes"), default=["no", "yes"])
+    add("--gpu-memory-utilization", type=float, default=0.4, help="share of the device that each engine asks for")
     add("--requests", nargs="+", type=int, default=[1, 3], help="how many at once")
     add("--size", default="64x64")
     add("--num-frames", type=int, default=5)
@@ -160,7 +178,7 @@ def main() -> None:
             for executor in arguments.executors:
                 cases += asyncio.run(measure(folder, executor, arguments))
     raw = {
-        f"{case.name} {case.executor} {case.requests} {kind}": getattr(case, kind)
+        f"{case.name} {case.executor}{' ahead' * case.ahead} {case.requests} {kind}": getattr(case, kind)
         for case in cases
         for kind in ("bare", "engine", "model")
     }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whole requests through a real server on a CUDA device: stage times, memory, sleep and wake-up.
 
-    python benchmarks/whole_request.py CHECKPOINT --steps 6
+    python benchmarks/whole_request.py CHECKPOINT --steps 6 [--no-sleep] [arguments of vllm serve]
 
 Starts `vllm serve CHECKPOINT --omni --enable-sleep-mode`, generates the family's default video (guided twice, then
 unguided), puts the stage to sleep, wakes it, and generates once more: the bytes must be the first ones.
@@ -10,6 +10,8 @@ unguided), puts the stage to sleep, wakes it, and generates once more: the bytes
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,12 +28,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--steps", type=int, default=6)
-    arguments = parser.parse_args()
+    parser.add_argument("--no-sleep", action="store_true", help="leave out sleep and wake-up")
+    arguments, more = parser.parse_known_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", arguments.checkpoint, "--omni"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enable-sleep-mode", "--gpu-memory-utilization", "0.5"]
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    command = [shutil.which("vllm", path=beside) or "vllm", "serve", arguments.checkpoint, "--omni"]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enable-sleep-mode",
+        "--gpu-memory-utilization",
+        "0.5",
+        *more,
+    ]
     with (
         tempfile.NamedTemporaryFile(suffix=".log") as log,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client,
@@ -43,6 +56,8 @@ def main() -> None:
             print(f"memory {memory()}")
             print(f"again: same bytes {generate(client, arguments.steps) == first}")
             generate(client, arguments.steps, guidance_scale=1.0)
+            if arguments.no_sleep:
+                return
             print(f"sleep: {post(client, '/v1/omni/sleep', {'level': 1})}, memory {memory()}")
             print(f"wake: {post(client, '/v1/omni/wakeup', {})}, memory {memory()}")
             print(f"after sleep: same bytes {generate(client, arguments.steps) == first}")

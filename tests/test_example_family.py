@@ -70,6 +70,7 @@ def run(family, checkpoint, tmp_path):
         additional_config=settings.to_config(),
         model_config=SimpleNamespace(model=checkpoint.source, dtype=torch.float32),
         parallel_config=SimpleNamespace(world_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
     )
     runner = DiffusionModelRunner(config, torch.device("cpu"), rank=0)
     runner.load_model()
@@ -86,7 +87,7 @@ def run(family, checkpoint, tmp_path):
             scheduled = {f"r{i}": 1 for i in range(len(requests)) if f"r{i}" not in frames}
             output = runner.execute_model(
                 SimpleNamespace(finished_req_ids=finished, scheduled_new_reqs=new, num_scheduled_tokens=scheduled)
-            )
+            ).get_output()
             new, finished = [], set()
             for request_id, report in output.reports.items():
                 assert report.error is None

@@ -1,6 +1,7 @@
 """Wan through the whole engine on a CUDA device, against diffusers on the same device."""
 
 import asyncio
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -62,6 +63,14 @@ async def _abort(engine):
     [
         ("float32", 12, {"distributed_executor_backend": "uni"}, 1e-3),
         ("float32", 12, {"distributed_executor_backend": "mp"}, 1e-3),
+        ("float32", 12, {"distributed_executor_backend": "mp", "async_scheduling": False}, 1e-3),
+        pytest.param(
+            "float32",
+            12,
+            {"distributed_executor_backend": "ray"},
+            1e-3,
+            marks=pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+        ),
         ("bfloat16", 64, {"distributed_executor_backend": "uni"}, None),
         ("bfloat16", 64, {"distributed_executor_backend": "uni", "attention_backend": "flash-attention"}, None),
         ("bfloat16", 64, {"enforce_eager": False}, None),

@@ -23,8 +23,8 @@ DIFFUSION = frozenset({
     "fail_on_environ_validation",
     # memory: the share that must be free at start, and sleep mode's allocator
     "gpu_memory_utilization", "enable_sleep_mode", "enable_cumem_allocator",
-    # how many requests take part in a step
-    "max_num_seqs",
+    # how many requests take part in a step, and whether the next is enqueued meanwhile
+    "max_num_seqs", "async_scheduling",
     # whether the model's blocks stay uncompiled
     "enforce_eager",
     # where images of requests may come from
@@ -57,7 +57,6 @@ _ONE_SERVER = "Omni runs one server process"
 _CORE = "omni-core decides it"
 
 FIXED: Mapping[str, tuple[Any, str]] = {
-    "async_scheduling": (False, _CORE),
     "enable_prefix_caching": (False, "there is no key-value cache"),
     "skip_tokenizer_init": (True, _CORE),
     "trust_remote_code": (False, "code in a checkpoint is never run; a family's code comes with its plugin"),

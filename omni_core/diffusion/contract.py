@@ -1,9 +1,10 @@
-"""The contract between the diffusion runtime and a model family: one class, seven methods.
+"""The contract between the diffusion runtime and a model family: one class, seven methods, one more if needed.
 
 The runtime owns queueing, batching, progress, aborts, error isolation and results. A family owns its networks and
-its mathematics. Work comes in units: ``start`` (text encoding, noise, schedule), one denoising step (``predict`` and
-``advance``), one chunk of ``decode``. An engine step runs at most one start, one chunk, and a denoising step of those
-requests whose turn it is.
+its mathematics. Work comes in units: ``start`` (text encoding, noise, schedule) with the first piece of ``prepare``,
+each further piece, one denoising step (``predict`` and ``advance``), one chunk of ``decode``. An engine step is at most
+one start or piece, one chunk, and a denoising step of those requests whose turn it is. The next one may be enqueued
+before the device is done with it; what makes the host wait for the device, such as ``item()``, leaves it idle.
 """
 
 from __future__ import annotations
@@ -88,6 +89,21 @@ class DiffusionModel(nn.Module, ABC, Generic[RequestT, StateT]):
     @abstractmethod
     def start(self, request: RequestT) -> StateT:
         """Encode the prompt, draw the noise from the request's own seed, build the schedule."""
+
+    def prepare(self, state: StateT) -> Iterator[None]:
+        """What else must be done before the first denoising step and takes long, such as encoding a video.
+
+        Other requests run at each ``yield``, so a piece should take no longer than a few denoising steps, and the
+        iterator must hold all of its own state. Most families need none of it.
+        """
+        yield from ()
+
+    def begin(self, request: RequestT) -> StateT:
+        """``start`` and all of ``prepare``, for callers without other requests."""
+        state = self.start(request)
+        for _ in self.prepare(state):
+            pass
+        return state
 
     @abstractmethod
     def batch_key(self, state: StateT) -> Hashable:

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -70,6 +71,8 @@ class DiffusionEngine:
             try:
                 engine_args = AsyncEngineArgs(**arguments)
                 config = engine_args.create_engine_config()
+                if engine_args.async_scheduling is not None:  # on CPUs vLLM turns it off even where it was asked for
+                    config.scheduler_config.async_scheduling = engine_args.async_scheduling
             except ValueError as error:  # pydantic's is one
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"vLLM refuses the configuration of stage {self.stage!r}: {reason}") from None
@@ -186,6 +189,12 @@ def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
     config = resolved.stage
     configured = {name: s.value for name, s in config.engine.items() if s.source != VLLM_DEFAULT}
     ranks = configured.get("tensor_parallel_size", 1)
+    if configured.get("distributed_executor_backend") == "ray" and not current_platform.ray_device_key:
+        device = current_platform.device_type
+        raise ConfigError(
+            f"stage {config.stage.name!r} cannot run its workers on Ray: vLLM schedules them by a resource of the "
+            f"device, and its platform {device!r} names none; use --distributed-executor-backend mp"
+        )
     if configured.get("distributed_executor_backend", "uni" if ranks == 1 else None) == "uni":
         # One rank needs no process of its own. By its name some platforms turn "uni" into "mp"; by its class it is
         # what was asked for.
@@ -214,7 +223,6 @@ def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "scheduler_cls": SCHEDULER,
         "worker_cls": f"{module}.{name}",
-        "async_scheduling": False,
         "enable_prefix_caching": False,
         "enforce_eager": True,  # of vLLM's own compilation and graphs; the model compiles its blocks itself
         "additional_config": settings.to_config(),

@@ -169,6 +169,7 @@ SAMPLES = {
     "enable_sleep_mode": ("", True),
     "enable_cumem_allocator": ("", True),
     "max_num_seqs": ("7", 7),
+    "async_scheduling": ("", True),
     "profiler_config": ('{"profiler":"torch","torch_profiler_dir":"/tmp/x"}', None),
     "disable_log_stats": ("", True),
     "enable_log_requests": ("", True),

@@ -8,20 +8,24 @@ import psutil
 import pytest
 from reference import toy_video
 
-from omni_core.errors import GenerationError
+from omni_core.errors import ConfigError, GenerationError
 from omni_core.runtime import VideoEngine
 
 pytestmark = pytest.mark.serve
 
 
-@pytest.fixture(scope="module", params=["uni", "mp"])
+@pytest.fixture(scope="module", params=[("uni", False), ("mp", False), ("uni", True), ("mp", True)], ids=str)
 def stage(request, resolve_toy):
+    """An engine of each executor, without and with run-ahead."""
     pytest.importorskip("vllm")
     from omni_core.vllm.engine import DiffusionEngine
 
     before = dict(os.environ)
     loop = asyncio.new_event_loop()
-    engine = loop.run_until_complete(start(DiffusionEngine, resolve_toy(distributed_executor_backend=request.param)))
+    executor, ahead = request.param
+    resolved = resolve_toy(distributed_executor_backend=executor, async_scheduling=ahead)
+    engine = loop.run_until_complete(start(DiffusionEngine, resolved))
+    assert engine.client.vllm_config.max_concurrent_batches == (2 if ahead else 1)
     engine.loop = loop
     assert "OMNI_PLUGIN_SET" not in os.environ, "later processes are not Omni's"
     yield engine
@@ -112,6 +116,36 @@ def test_a_failing_request_names_stage_and_request_and_leaves_the_engine_healthy
     np.testing.assert_array_equal(run(stage, work()).frames, toy_video("good", 1, steps=30))
 
 
+def test_requests_that_come_end_fail_and_leave_do_not_touch_each_other(stage, engine):
+    async def work():
+        slow = {"step_seconds": 0.005}
+        kept = [asyncio.create_task(generate(engine, "long", 1, num_inference_steps=40, **slow))]
+        await asyncio.sleep(0.05)
+        left = asyncio.create_task(generate(engine, "left", 2, num_inference_steps=500, **slow))
+        failing = asyncio.create_task(
+            generate(engine, "bad", 3, num_inference_steps=20, fail_in="advance", fail_at=7, **slow)
+        )
+        await asyncio.sleep(0.05)
+        kept.append(asyncio.create_task(generate(engine, "late", 4, num_inference_steps=9, num_frames=9, **slow)))
+        left.cancel()
+        with pytest.raises(GenerationError, match="asked to fail in advance"):
+            await failing
+        return [await task for task in kept], await stage.stats()
+
+    (long, late), stats = run(stage, work())
+    np.testing.assert_array_equal(long.frames, toy_video("long", 1, steps=40))
+    np.testing.assert_array_equal(late.frames, toy_video("late", 4, steps=9, frames=9))
+    assert stats["running"] == 0 and stage.results.pending() == []
+    assert long.seconds["denoise"] >= 40 * 0.005, long.seconds
+
+
 def test_seconds_and_frames_of_a_finished_request_are_not_kept(stage, engine):
     run(stage, generate(engine, "a cat", 7))
     assert run(stage, stage.stats())["running"] == 0
+
+
+def test_ray_is_refused_where_vllm_has_no_resource_for_the_device(resolve_toy):
+    from omni_core.vllm.engine import engine_arguments
+
+    with pytest.raises(ConfigError, match=r"'diffusion' cannot run its workers on Ray: .*'cpu' names none; use .* mp"):
+        engine_arguments(resolve_toy(distributed_executor_backend="ray"), "unused")

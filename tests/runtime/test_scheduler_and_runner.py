@@ -1,6 +1,9 @@
 """Contract of the diffusion scheduler and runner with the installed vLLM: both driven step by step in this process."""
 
+import gc
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -64,8 +67,18 @@ class Loop:
         self.scheduler.add_request(Request.from_engine_core_request(core, None))
 
     def step(self):
+        return self.collect(*self.enqueue())
+
+    def enqueue(self):
         scheduled = self.scheduler.schedule()
-        by_client = self.scheduler.update_from_output(scheduled, self.runner.execute_model(scheduled))
+        output = self.runner.execute_model(scheduled)
+        return scheduled, output if output is not None else self.runner.sample_tokens(None)
+
+    def collect(self, scheduled, output):
+        return self.update(scheduled, output.get_output())
+
+    def update(self, scheduled, output):
+        by_client = self.scheduler.update_from_output(scheduled, output)
         step = {o.request_id: o for outputs in by_client.values() for o in outputs.outputs}
         for request_id, output in step.items():
             self.outputs.setdefault(request_id, []).append(output)
@@ -76,6 +89,19 @@ class Loop:
             self.step()
             limit -= 1
             assert limit, "the requests do not end"
+
+    def run_ahead(self, between=lambda queue: None):
+        """As EngineCore runs ahead: two steps in flight, collected in order on a thread of their own."""
+        queue = deque()
+        with ThreadPoolExecutor(1) as collector:
+            while queue or self.scheduler.has_requests():
+                if self.scheduler.has_requests():
+                    scheduled, output = self.enqueue()
+                    queue.append((scheduled, collector.submit(output.get_output)))
+                if len(queue) == 2 or not self.scheduler.has_requests():
+                    between(queue)
+                    scheduled, coming = queue.popleft()
+                    self.update(scheduled, coming.result())
 
     def last(self, request_id):
         return self.outputs[request_id][-1]
@@ -208,8 +234,8 @@ def test_work_queued_for_an_aborted_request_never_starts(loop):
 def test_a_result_that_nobody_takes_is_removed(loop):
     request_id = loop.add("a cat", 1, num_inference_steps=1, num_frames=1)
     loop.step()
-    scheduled = loop.scheduler.schedule()
-    output = loop.runner.execute_model(scheduled)  # decodes and writes
+    scheduled, output = loop.enqueue()
+    output = output.get_output()  # decoded and written
     assert loop.results.pending() == [f"{request_id}.npy"]
     loop.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
     loop.scheduler.update_from_output(scheduled, output)
@@ -274,6 +300,37 @@ def test_a_long_decode_is_chunked_and_stalls_nobody(loop):
     assert len(loop.outputs[other]) < 60 + 10, "it took a step in every engine step"
 
 
+def test_others_take_steps_between_the_pieces_of_a_long_preparation(loop):
+    other = loop.add("a dog", 2, num_inference_steps=30)
+    loop.step()
+    long = loop.add("a cat", 1, pieces=8)
+    loop.run()
+    phases = [output.kv_transfer_params["phase"] for output in loop.outputs[long]]
+    assert phases[:9] == ["encode"] * 8 + ["denoise"], "started with the first piece, denoised with the last"
+    assert len(loop.outputs[other]) == 30 + 5, "it took a step in every engine step until its five chunks"
+    np.testing.assert_array_equal(loop.frames(long), toy_video("a cat", 1))
+    np.testing.assert_array_equal(loop.frames(other), toy_video("a dog", 2, steps=30))
+
+
+@pytest.mark.parametrize("end", ["abort", "failure"])
+def test_a_preparation_that_ends_midway_leaves_nothing(loop, end):
+    other = loop.add("a dog", 2, num_inference_steps=30)
+    request_id = loop.add("a cat", 1, pieces=50, **({"fail_in": "prepare", "fail_at": 3} if end == "failure" else {}))
+    for _ in range(4):
+        loop.step()
+    assert loop.runner.model.preparing == 1
+    if end == "abort":
+        loop.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+    loop.step()
+    gc.collect()
+    assert loop.runner.model.preparing == 0, "its iterator is gone"
+    loop.run()
+    if end == "failure":
+        assert "asked to fail in prepare" in loop.last(request_id).kv_transfer_params["error"]
+    np.testing.assert_array_equal(loop.frames(other), toy_video("a dog", 2, steps=30))
+    assert loop.results.pending() == [] and not loop.runner.running
+
+
 def test_an_abort_while_decoding_leaves_nothing(loop):
     request_id = loop.add("a cat", 1, num_inference_steps=1, num_frames=41)
     for _ in range(5):
@@ -323,3 +380,60 @@ def test_a_mistake_of_the_family_fails_the_request_and_not_the_engine(loop, monk
     loop.run()
     np.testing.assert_array_equal(loop.frames(good), toy_video("a cat", 1))
     assert loop.results.pending() == []
+
+
+@pytest.fixture
+def ahead(loop):
+    loop.runner.run_ahead = True
+    return loop
+
+
+@pytest.mark.parametrize("where", ["start", "predict", "advance", "decode"])
+def test_running_ahead_every_request_ends_once_with_what_it_gives_alone(ahead, where):
+    """Steps are enqueued for requests that have ended meanwhile, of whichever kind their end was."""
+    good = [ahead.add(f"p{i}", i, num_inference_steps=3 + i, num_frames=1 + 4 * i) for i in range(3)]
+    bad = ahead.add("a dog", 2, fail_in=where, fail_at=1 if where in ("predict", "advance") else 0)
+    foreign = "foreign"
+    ahead.add_raw(foreign, None)
+    late = ahead.add("late", 9, frame_type="uint8")
+    ahead.run_ahead()
+    for i, request_id in enumerate(good):
+        expected = toy_video(f"p{i}", i, steps=3 + i, frames=1 + 4 * i)
+        np.testing.assert_array_equal(ahead.frames(request_id), expected)
+    np.testing.assert_array_equal(ahead.frames(late), np.rint(toy_video("late", 9) * 255).astype(np.uint8))
+    assert {ahead.last(i).finish_reason for i in (bad, foreign)} == {FinishReason.ERROR}
+    assert f"asked to fail in {where}" in ahead.last(bad).kv_transfer_params["error"]
+    for outputs in ahead.outputs.values():
+        assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert ahead.results.pending() == [] and not ahead.runner.running
+
+
+def test_running_ahead_a_failing_delivery_is_reported_once(ahead, monkeypatch):
+    """The frames are found to be no numbers when the next chunk is being decoded already."""
+    chunks = [torch.full((1, 32, 32, 3), torch.nan), *[torch.zeros(1, 32, 32, 3)] * 4]
+    monkeypatch.setattr(ahead.runner.model, "decode", lambda state: iter(chunks))
+    request_id = ahead.add("a cat", 1)
+    ahead.run_ahead()
+    assert "no numbers" in ahead.last(request_id).kv_transfer_params["error"]
+    assert sum(output.finish_reason is not None for output in ahead.outputs[request_id]) == 1
+    assert ahead.results.pending() == [] and not ahead.runner.running
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+def test_running_ahead_an_abort_is_seen_within_two_steps_and_leaves_nothing(ahead, after):
+    drop = ahead.add("a dog", 2, num_inference_steps=3, num_frames=5)
+    keep = ahead.add("a cat", 1, num_inference_steps=20)
+    left = iter(range(after))
+    aborted_at = []
+
+    def between(queue):
+        if not aborted_at and next(left, None) is None:
+            ahead.scheduler.finish_requests([drop], RequestStatus.FINISHED_ABORTED)
+            aborted_at.append(ahead.runner.stats.steps)
+        elif aborted_at and ahead.runner.stats.steps - aborted_at[0] >= 1:
+            assert drop not in ahead.runner.running, "the next step that is enqueued drops it"
+
+    ahead.run_ahead(between)
+    np.testing.assert_array_equal(ahead.frames(keep), toy_video("a cat", 1, steps=20))
+    assert all(output.finish_reason is None for output in ahead.outputs.get(drop, []))
+    assert ahead.results.pending() == [] and set(ahead.runner.running) == set()

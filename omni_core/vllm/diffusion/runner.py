@@ -1,16 +1,22 @@
 """Model runner of a diffusion stage: an engine step is a short piece of work for the running requests.
 
 In one step those that are denoising and whose turn it is (``omni_core.diffusion.fairness``) take one denoising step,
-batched with those of equal ``batch_key``; at most one request is started (text encoding) and at most one chunk is
-decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception fails its own
-request and nobody else's.
+batched with those of equal ``batch_key``; at most one request is started (text encoding) or prepared by a piece, and at
+most one chunk is decoded, so that neither a burst of arrivals nor a long video stalls those under way. An exception
+fails its own request and nobody else's.
+
+A step is enqueued here and collected in ``omni_core.vllm.diffusion.output``: the device is not waited for. What a step
+does follows from counts that the host keeps, so the next one can be enqueued before this one is collected, and all
+ranks decide alike.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from omni_core.checkpoint import Checkpoint
 from omni_core.diffusion.contract import DiffusionModel, DiffusionState, StageContext
@@ -31,6 +37,7 @@ from omni_core.errors import OmniError, RequestError
 from omni_core.plugins.declarations import load_reference
 from omni_core.requests import VideoRequest, parse_request
 from omni_core.vllm.activate import activate
+from omni_core.vllm.diffusion.output import Chunk, Delivery, Moment, RunnerStats, Span, StepOutput, describe
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,80 +48,60 @@ logger = init_logger(__name__)
 RANK_TIMEOUT = timedelta(seconds=30)
 """How long a rank that failed waits for the others to have failed too."""
 
+_END = object()
+
 T = TypeVar("T")
 
 
 @dataclass
-class DiffusionOutput(ModelRunnerOutput):
-    """A model runner's output with a report for each scheduled request."""
-
-    reports: dict[str, Report] = field(default_factory=dict)
-
-
-@dataclass
 class RunningRequest:
-    """A request in a worker."""
+    """A request in a worker, as far as it was enqueued.
+
+    Attributes:
+        pieces: what is left to prepare, between ``start`` and the first denoising step.
+        chunks: its frames, once they are decoded.
+        decoded: how many of them are.
+        delivery: what was collected of it.
+        error: why it ended early.
+    """
 
     job: Job
     phase: Phase = "waiting"
     state: DiffusionState | None = None
+    pieces: Iterator[None] | None = None
     chunks: Iterator[torch.Tensor] | None = None
-    writer: ResultWriter | None = None
     decoded: int = 0
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    result: str | None = None
+    delivery: Delivery = field(default_factory=Delivery)
     error: str | None = None
 
-    def report(self, totals: Mapping[str, Any]) -> Report:
-        """Where the request stands, with the worker's counters."""
+    def report(self) -> Report:
+        """Where the request stands."""
         step, num_steps = (self.state.step, self.state.num_steps) if self.state else (0, 0)
-        return Report(self.phase, step, num_steps, dict(self.seconds), self.result, self.error, totals)
+        return Report(self.phase, step, num_steps, error=self.error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to enqueue."""
+        return self.error is not None or (self.state is not None and self.decoded >= self.state.request.num_frames)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it was started and prepared, and has not ended."""
+        return not self.ended and self.state is not None and self.pieces is None
 
     @property
     def denoising(self) -> bool:
         """Whether it has denoising steps to take."""
-        return self.error is None and self.state is not None and self.state.step < self.state.num_steps
+        return self.ready and self.state is not None and self.state.step < self.state.num_steps
 
     @property
     def decoding(self) -> bool:
         """Whether its latents are final and its frames are not."""
-        return self.error is None and self.state is not None and not self.denoising and self.result is None
+        return self.ready and not self.denoising
 
     def drop(self) -> None:
-        """Give up what it holds."""
-        self.state = self.chunks = None
-        if self.writer is not None:
-            self.writer.abandon()
-            self.writer = None
-
-
-@dataclass
-class RunnerStats:
-    """Counters since the start, or the last reset.
-
-    Attributes:
-        steps: engine steps with work.
-        forwards: calls of ``predict`` by number of requests in the batch.
-        seconds: time by phase.
-    """
-
-    steps: int = 0
-    forwards: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The counters as plain data."""
-        forwards = {str(size): count for size, count in self.forwards.items()}
-        return {"steps": self.steps, "forwards": forwards, "seconds": dict(self.seconds)}
-
-
-def describe(error: BaseException) -> str:
-    """An exception as text that can travel: bounded, Unicode, and there even if the exception cannot say itself."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = type(error).__name__
-    return text[:2000].encode("utf-8", "replace").decode()
+        """Give up what it holds on the device."""
+        self.state = self.pieces = self.chunks = None
 
 
 class DiffusionModelRunner:
@@ -131,17 +118,21 @@ class DiffusionModelRunner:
         self.device = device
         self.rank = rank
         self.settings = StageSettings.from_config(vllm_config.additional_config)
+        self.run_ahead = vllm_config.scheduler_config.async_scheduling  # on CPUs vLLM changes it later
         self.model: DiffusionModel[Any, Any]
         self.request_model: type[VideoRequest]
         self.running: dict[str, RunningRequest] = {}
         self.shares = FairShare()
         self.stats = RunnerStats()
+        self.step: StepOutput
+        self.enqueued: StepOutput | None = None
 
     # What the worker calls at start
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         try:
-            self._load()
+            with set_current_vllm_config(self.vllm_config):  # layers of vLLM ask for it; not every worker sets it
+                self._load()
         except Exception as error:
             report_failure(self.settings.results, str(error) if isinstance(error, OmniError) else describe(error))
             raise
@@ -171,7 +162,7 @@ class DiffusionModelRunner:
         except RequestError:
             return  # it needs more than a prompt, such as an image
         begin = time.perf_counter()
-        self.model.predict([self.model.start(request)])
+        self.model.predict([self.model.begin(request)])
         self._synchronise()
         logger.info("stage %s: compiled in %.0f s", self.settings.stage, time.perf_counter() - begin)
 
@@ -194,38 +185,55 @@ class DiffusionModelRunner:
         """There is none."""
 
     def shutdown(self) -> None:
-        for request_id in list(self.running):
-            self._forget(request_id)
+        for request in self.running.values():
+            request.drop()
+            request.delivery.abandon()
+        self.running.clear()
 
     # One engine step
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> ModelRunnerOutput:
-        """Do one unit of work for each scheduled request and report on it."""
+    def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> StepOutput | None:
+        """Enqueue one unit of work for each scheduled request that has not ended.
+
+        Where the engine runs ahead it asks for the output of a step with requests by ``sample_tokens``, and ``None``
+        tells it to.
+        """
+        self.step = StepOutput(self.stats)
+        self.enqueued = None
         for request_id in scheduler_output.finished_req_ids:
             self._forget(request_id)
+        ended = {request_id for request_id, request in self.running.items() if request.ended}  # and reported so
         for new in scheduler_output.scheduled_new_reqs:
             self.running[new.req_id] = self._accept(new)
-        scheduled = [(i, self.running[i]) for i in scheduler_output.num_scheduled_tokens if i in self.running]
-        if not scheduled:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+        scheduled = [i for i in scheduler_output.num_scheduled_tokens if i in self.running and i not in ended]
+        self._work({request_id: self.running[request_id] for request_id in scheduled})
+        if not self.run_ahead or not scheduler_output.total_num_scheduled_tokens:
+            return self.step
+        self.enqueued = self.step
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> StepOutput | None:
+        """The step that was just enqueued; ``None`` if enqueueing it failed."""
+        return self.enqueued
+
+    def _work(self, requests: Mapping[str, RunningRequest]) -> None:
+        if not requests:
+            return
         self.stats.steps += 1
-        self._decode(dict(scheduled))
-        if unstarted := [(i, r) for i, r in scheduled if r.error is None and r.state is None]:
-            self._timed("encode", [unstarted[0][1]], self._start, *unstarted[0])
-        self._denoise({request_id: request for request_id, request in scheduled if request.denoising})
-        ids = [request_id for request_id, _ in scheduled]
-        totals = self.stats.to_dict()
-        return DiffusionOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            reports={request_id: request.report(totals) for request_id, request in scheduled},
-        )
+        self._decode(requests)
+        if coming := [(i, r) for i, r in requests.items() if not r.ended and not r.ready]:
+            request_id, request = coming[0]
+            with self._span("encode", [request]):
+                self._guarded("encode", [request], self._start, request_id, request)
+        self._denoise({request_id: request for request_id, request in requests.items() if request.denoising})
+        self.step.reports = {i: (request.report(), request.delivery) for i, request in requests.items()}
 
     def _forget(self, request_id: str) -> None:
         self.shares.leave(request_id)
         if (request := self.running.pop(request_id, None)) is not None:
             request.drop()
+            self.step.dropped.append(request.delivery)
 
     def _accept(self, new: Any) -> RunningRequest:
         try:
@@ -233,34 +241,35 @@ class DiffusionModelRunner:
         except (TypeError, ValueError) as error:
             return RunningRequest(Job({}), error=str(error))
 
-    def _timed(
+    @contextmanager
+    def _span(self, phase: Phase, requests: Sequence[RunningRequest]) -> Iterator[None]:
+        """Work in ``phase``: its time counts for those of ``requests`` that did not fail in it."""
+        begin = Moment(self.device)
+        yield
+        if worked := [request for request in requests if request.error is None]:
+            for request in worked:
+                request.phase = phase
+            deliveries = [request.delivery for request in worked]
+            self.step.spans.append(Span(phase, deliveries, begin, Moment(self.device)))
+
+    def _guarded(
         self, phase: Phase, requests: Sequence[RunningRequest], work: Callable[..., T], *arguments: Any
     ) -> T | None:
-        """Run ``work``; an exception becomes the error of ``requests``. On success their phase is ``phase``."""
-        begin = time.perf_counter()
+        """Run ``work``; an exception becomes the error of ``requests``."""
         try:
-            value = work(*arguments)
-            self._synchronise()
+            return work(*arguments)
         except (Exception, SystemExit) as error:  # one request's failure must not end the engine
             self._fail(phase, requests, error)
             return None
-        elapsed = time.perf_counter() - begin
-        self.stats.seconds[phase] += elapsed
-        for request in requests:
-            request.seconds[phase] += elapsed
-            request.phase = phase
-        return value
 
     def _fail(self, phase: Phase, requests: Sequence[RunningRequest], error: BaseException) -> None:
         """Make ``error``, which the model raised, the end of ``requests``."""
         self._confirm(phase, error)
-        self._record(phase, requests, error)
-
-    def _record(self, phase: Phase, requests: Sequence[RunningRequest], error: BaseException) -> None:
         logger.error("stage %s: a request failed in %s", self.settings.stage, phase, exc_info=error)
         for request in requests:
             request.error = f"{phase} failed: {describe(error)}"
             request.drop()
+            self.step.dropped.append(request.delivery)
 
     def _confirm(self, phase: Phase, error: BaseException) -> None:
         """With several ranks: make sure that all of them failed here, or end this one.
@@ -269,36 +278,42 @@ class DiffusionModelRunner:
         (out of memory, say) leaves the others waiting inside a collective; it ends, the engine with it, and the stage
         is started again.
 
-        Raises:
-            RuntimeError: another rank did not fail within ``RANK_TIMEOUT``.
+        It ends its process: after an exception vLLM lets a worker live on whose output it does not read, and leaving in
+        order would wait for the others.
         """
         if self.vllm_config.parallel_config.world_size == 1:
             return
+        self._synchronise()  # the ranks' devices are abreast, their hosts may not be
         try:
-            torch.distributed.monitored_barrier(get_world_group().cpu_group, RANK_TIMEOUT)
-        except RuntimeError as alone:
+            # Not ``monitored_barrier``: only rank 0 keeps its time limit.
+            torch.distributed.barrier(get_world_group().cpu_group, async_op=True).wait(RANK_TIMEOUT)
+        except RuntimeError:
             logger.error("stage %s: rank %d failed alone in %s", self.settings.stage, self.rank, phase, exc_info=error)
-            raise RuntimeError(f"rank {self.rank} failed alone in {phase}: {error}") from alone
+            os._exit(1)
 
     def _start(self, request_id: str, request: RunningRequest) -> None:
-        parsed = parse_request(self.request_model, request.job.request)
-        state = self.model.start(parsed)
-        if not isinstance(state, DiffusionState) or type(state.num_steps) is not int or state.num_steps < 1:
-            raise TypeError(f"start must return a DiffusionState with num_steps of at least 1, got {state!r:.200}")
-        request.state = state
-        self.shares.join(request_id)
+        """Start a request, or go on preparing it."""
+        if request.pieces is None:
+            state = self.model.start(parse_request(self.request_model, request.job.request))
+            if not isinstance(state, DiffusionState) or type(state.num_steps) is not int or state.num_steps < 1:
+                raise TypeError(f"start must return a DiffusionState with num_steps of at least 1, got {state!r:.200}")
+            request.state, request.pieces = state, iter(self.model.prepare(state))
+        if next(request.pieces, _END) is _END:
+            request.pieces = None
+            self.shares.join(request_id)
 
     def _denoise(self, requests: Mapping[str, RunningRequest]) -> None:
         """One denoising step of each request whose turn it is."""
         groups: defaultdict[Hashable, list[str]] = defaultdict(list)
         for request_id, request in requests.items():
-            key = self._timed("denoise", [request], self._batch_key, request)
+            key = self._guarded("denoise", [request], self._batch_key, request)
             if request.error is None:
                 groups[key].append(request_id)
         for key in self.shares.choose(groups):
             group = [requests[request_id] for request_id in groups[key]]
             for request_id, request in zip(groups[key], group, strict=True):
-                self.shares.charge(request_id, self._timed("denoise", [request], self.model.cost, request.state) or 0)
+                cost = self._guarded("denoise", [request], self.model.cost, request.state)
+                self.shares.charge(request_id, cost or 0)
             self._denoise_group([request for request in group if request.error is None])
 
     def _batch_key(self, request: RunningRequest) -> Hashable:
@@ -311,81 +326,61 @@ class DiffusionModelRunner:
         """One forward for the group; if it fails, one for each, so that only the request at fault fails."""
         if not group:
             return
-        begin = time.perf_counter()
         states = [request.state for request in group if request.state is not None]
-        try:
-            predictions = self.model.predict(states)
-            if len(predictions) != len(states):
-                raise TypeError(f"predict must return one tensor per state: {len(predictions)} for {len(states)}")
-            self._synchronise()
-        except (Exception, SystemExit) as error:
-            if len(group) > 1:
+        with self._span("denoise", group):
+            try:
+                predictions = self.model.predict(states)
+                if len(predictions) != len(states):
+                    raise TypeError(f"predict must return one tensor per state: {len(predictions)} for {len(states)}")
+            except (Exception, SystemExit) as error:
+                if len(group) == 1:
+                    self._fail("denoise", group, error)
+                    return
                 self._confirm("denoise", error)
                 logger.warning("stage %s: a batch of %d failed, running each alone", self.settings.stage, len(group))
-                for request in group:
-                    self._denoise_group([request])
+            else:
+                self.stats.forwards[len(group)] += 1
+                for request, state, prediction in zip(group, states, predictions, strict=True):
+                    self._guarded("denoise", [request], self._advance, state, prediction)
                 return
-            self._fail("denoise", group, error)
-            return
-        self.stats.forwards[len(group)] += 1
-        elapsed = time.perf_counter() - begin
-        self.stats.seconds["denoise"] += elapsed
-        for request, state, prediction in zip(group, states, predictions, strict=True):
-            request.seconds["denoise"] += elapsed
-            self._timed("denoise", [request], self._advance, state, prediction)
+        for request in group:
+            self._denoise_group([request])
 
     def _advance(self, state: DiffusionState, prediction: torch.Tensor) -> None:
         self.model.advance(state, prediction)
         state.step += 1
 
     def _decode(self, requests: Mapping[str, RunningRequest]) -> None:
-        """Decode one chunk of the request that was admitted first of those that wait for frames, and write it."""
+        """Decode one chunk of the request that was admitted first of those that wait for frames."""
         decoding = [(i, r) for i, r in requests.items() if r.decoding]
         if not decoding:
             return
         request_id, request = decoding[0]
-        chunk = self._timed("decode", [request], self._next_chunk, request_id, request)
-        if chunk is not None and self.rank == 0:
-            try:
-                self._write(request_id, request, chunk)
-            except (OSError, ValueError) as error:  # of this rank alone: the others have nothing to write
-                self._record("decode", [request], error)
+        with self._span("decode", [request]):
+            self._guarded("decode", [request], self._next_chunk, request_id, request)
 
-    def _next_chunk(self, request_id: str, request: RunningRequest) -> torch.Tensor:
+    def _next_chunk(self, request_id: str, request: RunningRequest) -> None:
         assert request.state is not None
+        wanted = request.state.request
+        as_bytes = request.job.frame_type == "uint8"
         if request.chunks is None:
             self.shares.leave(request_id)
             request.chunks = iter(self.model.decode(request.state))
-        chunk = next(request.chunks, None)
-        if chunk is None:
-            raise ValueError(f"decode ended after {request.decoded} of {request.state.request.num_frames} frames")
-        self._check_chunk(chunk, request.state.request)
-        request.decoded += len(chunk)
-        if self.rank != 0 and request.decoded >= request.state.request.num_frames:
-            request.result = "on rank 0"
-        return chunk
-
-    @staticmethod
-    def _check_chunk(chunk: torch.Tensor, request: VideoRequest) -> None:
-        expected = (request.height, request.width, 3)
-        if not chunk.is_floating_point() or tuple(chunk.shape[1:]) != expected:
-            raise ValueError(f"decode must give float frames of {expected}, got {chunk.dtype} {tuple(chunk.shape[1:])}")
-        if not bool(torch.isfinite(chunk).all()):
-            raise ValueError("the model gave frames with values that are no numbers")
+            if self.rank == 0:
+                dtype = "uint8" if as_bytes else "float32"
+                request.delivery.writer = ResultWriter(self.settings.results, request_id, wanted.num_frames, dtype)
+        frames = next(request.chunks, None)
+        if frames is None:
+            raise ValueError(f"decode ended after {request.decoded} of {wanted.num_frames} frames")
+        expected = (wanted.height, wanted.width, 3)
+        if not frames.is_floating_point() or tuple(frames.shape[1:]) != expected:
+            raise ValueError(
+                f"decode must give float frames of {expected}, got {frames.dtype} {tuple(frames.shape[1:])}"
+            )
+        request.decoded += len(frames)
+        if self.rank == 0:
+            self.step.chunk = request.delivery, Chunk(frames, as_bytes, last=request.ended)
 
     def _synchronise(self) -> None:
-        """Wait for the device, so that times are true and an error belongs to the work that caused it."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-
-    def _write(self, request_id: str, request: RunningRequest, chunk: torch.Tensor) -> None:
-        assert request.state is not None
-        if request.job.frame_type == "uint8":
-            chunk = chunk.mul(255).round_().clamp_(0, 255).to(torch.uint8)
-        frames = chunk.cpu().numpy()
-        if request.writer is None:
-            num_frames = request.state.request.num_frames
-            request.writer = ResultWriter(self.settings.results, request_id, num_frames, frames.dtype)
-        request.writer.append(frames)
-        if request.decoded >= request.writer.num_frames:
-            request.result = str(request.writer.finish())

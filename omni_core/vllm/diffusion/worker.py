@@ -10,7 +10,8 @@ from typing import Any
 
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from omni_core.vllm.diffusion.runner import DiffusionModelRunner, RunnerStats
+from omni_core.vllm.diffusion.output import RunnerStats
+from omni_core.vllm.diffusion.runner import DiffusionModelRunner
 
 
 class DiffusionWorkerMixin:

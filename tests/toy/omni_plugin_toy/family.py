@@ -16,10 +16,13 @@ class ToyRequest(VideoRequest):
     fps: int = Field(default=8, ge=1, le=60)
     num_inference_steps: int = Field(default=4, ge=1, le=1000)
     group: str = Field(default="a", description="Requests of different groups do not share a forward.")
-    fail_in: str = Field(default="", description="start, predict, advance or decode.")
+    fail_in: str = Field(
+        default="", description="start, prepare, predict, advance, decode; 'rank 1': predict, there alone."
+    )
     fail_at: int = Field(default=0, ge=0)
     step_seconds: float = Field(default=0.0, ge=0, le=10)
     image: InputImage | None = Field(default=None, description="Its mean colour is added to every frame.")
+    pieces: int = Field(default=0, ge=0, le=100, description="Into how many its preparation is split.")
     chunk_seconds: float = Field(default=0.0, ge=0, le=10)
 
 

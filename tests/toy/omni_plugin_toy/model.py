@@ -1,8 +1,10 @@
 """The toy model: x <- gain * x + hash(prompt), so that a result shows prompt, seed, steps and nothing else."""
 
+import os
 import time
 import zlib
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -21,9 +23,15 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
         super().__init__()
         self.gain = gain
         self.batches = []
+        self.preparing = 0
+        self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     @classmethod
     def load(cls, context):
+        if seconds := os.environ.get("TOY_RANK_TIMEOUT"):
+            from omni_core.vllm.diffusion import runner
+
+            runner.RANK_TIMEOUT = timedelta(seconds=float(seconds))
         return cls(context.options["gain"])
 
     def start(self, request):
@@ -35,6 +43,15 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
             bias += request.image.pixels.mean().item() / 1000
         return ToyState(request=request, num_steps=request.num_inference_steps, latents=latents, bias=bias)
 
+    def prepare(self, state):
+        self.preparing += 1
+        try:
+            for piece in range(state.request.pieces):
+                self._maybe_fail(state.request, "prepare", piece)
+                yield
+        finally:
+            self.preparing -= 1
+
     def batch_key(self, state):
         return (state.request.group, tuple(state.latents.shape))
 
@@ -42,6 +59,9 @@ class ToyModel(DiffusionModel[ToyRequest, ToyState]):
         self.batches.append([state.step for state in states])
         for state in states:
             self._maybe_fail(state.request, "predict", state.step)
+            self._maybe_fail(state.request, f"rank {self.rank}", state.step)
+        if torch.distributed.is_initialized():  # the ranks of a real model wait for each other
+            torch.distributed.all_reduce(torch.zeros(1))
         time.sleep(max(state.request.step_seconds for state in states))
         x = torch.stack([state.latents for state in states])
         return list(x * self.gain + torch.tensor([s.bias for s in states]).view(-1, 1, 1, 1, 1))

@@ -2,10 +2,13 @@
 
 Wan2.2 TI2V-5B is given the first latent frame itself, clean and at timestep 0; Wan2.2 I2V A14B gets more channels
 beside the noise: which frames are given, and what they show.
+
+Encoding them takes as long as many denoising steps, so it yields after each latent frame; what is returned counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +17,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.video_processor import VideoProcessor
 
 from omni_core.images import InputImage
-from omni_plugin_wan22.vae import encode
+from omni_plugin_wan22.vae import encode_chunks
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,14 @@ class GivenFrames:
 Condition = FirstFrame | GivenFrames
 
 
-def first_frame(vae: AutoencoderKLWan, image: InputImage, height: int, width: int) -> FirstFrame:
+def first_frame(vae: AutoencoderKLWan, image: InputImage, height: int, width: int) -> Generator[None, None, FirstFrame]:
     """``image``, resized to ``height`` x ``width`` pixels, as the first frame."""
-    return FirstFrame(encode(vae, _pixels(vae, image, height, width)))
+    return FirstFrame((yield from _encode(vae, _pixels(vae, image, height, width))))
 
 
 def given_frames(
     vae: AutoencoderKLWan, first: InputImage, last: InputImage | None, size: tuple[int, int, int]
-) -> GivenFrames:
+) -> Generator[None, None, GivenFrames]:
     """``first`` and ``last`` as first and last of ``size``: frames, height and width of the video in pixels."""
     frames, height, width = size
     pixels = _pixels(vae, first, height, width)
@@ -74,7 +77,17 @@ def given_frames(
         video[:, :, -1:] = _pixels(vae, last, height, width)
         given[-1] = 1
     mask = given.view(-1, temporal).T[None, :, :, None, None].expand(-1, -1, -1, height // spatial, width // spatial)
-    return GivenFrames(torch.cat([mask, encode(vae, video)], dim=1))
+    latents = yield from _encode(vae, video)
+    return GivenFrames(torch.cat([mask, latents], dim=1))
+
+
+def _encode(vae: AutoencoderKLWan, video: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+    """The latents of ``video``, as ``omni_plugin_wan22.vae.encode`` gives them in one go."""
+    encoded = []
+    for latents in encode_chunks(vae, video):
+        encoded.append(latents)
+        yield
+    return torch.cat(encoded, dim=2)
 
 
 def _pixels(vae: AutoencoderKLWan, image: InputImage, height: int, width: int) -> torch.Tensor:

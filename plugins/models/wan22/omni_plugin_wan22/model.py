@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class WanState(DiffusionState):
         latents: float32 [1, channels, frames, height, width] of the latent video.
         prompt: [1, tokens, width], the text embedding.
         negative: the same of the negative prompt, or ``None`` where the request runs without guidance.
-        condition: what its images become, or ``None`` with text alone.
+        condition: what its images become; ``None`` with text alone, and until they are encoded.
         sampler: the request's own.
         experts: the expert of each step.
         guidance: the guidance scale of each expert.
@@ -105,11 +105,15 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
             latents=latents,
             prompt=embeddings[:1],
             negative=embeddings[1:] if request.unwanted else None,
-            condition=self._condition(request),
+            condition=None,
             sampler=sampler,
             experts=choose_experts(sampler.timesteps, request.expert_boundary, train),
             guidance=request.guidance,
         )
+
+    def prepare(self, state: WanState) -> Iterator[None]:
+        """Encode the images; one latent frame a piece."""
+        state.condition = yield from self._condition(state.request)
 
     def batch_key(self, state: WanState) -> Hashable:
         """With or without an image, at whatever timestep: a forward asks for equal shapes and one expert."""
@@ -126,7 +130,7 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         guided = [i for i, state in enumerate(states) if state.negative is not None]
         rows = [*range(len(states)), *guided]
         inputs = [state.network_input.to(transformer.dtype) for state in states]
-        timesteps = _timesteps(states).to(inputs[0].device)
+        timesteps = _timesteps(states).to(inputs[0].device, non_blocking=True)
         negatives = [state.negative for state in states if state.negative is not None]
         text = torch.cat([*(state.prompt for state in states), *negatives])
         velocity = transformer(torch.cat([inputs[i] for i in rows]), timesteps[rows], text)
@@ -163,13 +167,14 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
             request.sample_solver, self.layout.scheduler, request.flow_shift, request.num_inference_steps
         )
 
-    def _condition(self, request: WanRequest) -> Condition | None:
+    def _condition(self, request: WanRequest) -> Generator[None, None, Condition | None]:
         first, last = request.images
         if first is None:
             return None
         if self.layout.conditioning == Conditioning.FIRST_FRAME:
-            return first_frame(self.vae, first, request.height, request.width)
-        return given_frames(self.vae, first, last, (request.num_frames, request.height, request.width))
+            return (yield from first_frame(self.vae, first, request.height, request.width))
+        frames = given_frames(self.vae, first, last, (request.num_frames, request.height, request.width))
+        return (yield from frames)
 
 
 def _timesteps(states: Sequence[WanState]) -> torch.Tensor:

@@ -73,7 +73,8 @@ class DMDSampler:
         clean = latents - self.sigmas[index] * velocity.float()
         if index + 1 == len(self.sigmas):
             return clean
-        noise = torch.randn(latents.shape, generator=self.generator, dtype=torch.float32).to(latents.device)
+        noise = torch.randn(latents.shape, generator=self.generator, dtype=torch.float32)
+        noise = noise.to(latents.device, non_blocking=True)
         sigma = self.sigmas[index + 1]
         return (1 - sigma) * clean + sigma * noise
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 import pytest
 import torch
@@ -85,15 +87,37 @@ def test_requests_decode_and_start_by_turns(model_of, parser_of):
     model = model_of("ti2v-5b")
     requests = [parser_of("ti2v-5b")(**{**TI2V_IMAGE, "seed": seed, "image": picture(seed)}) for seed in (1, 2)]
     with torch.inference_mode():
-        states = [model.start(request) for request in requests]
+        states = [model.begin(request) for request in requests]
         alone = [list(model.decode(state)) for state in states]
         by_turns: list[list[torch.Tensor]] = [[], []]
         for chunks in zip(*(model.decode(state) for state in states), strict=True):
-            model.start(requests[0])
+            model.begin(requests[0])
             for kept, chunk in zip(by_turns, chunks, strict=True):
                 kept.append(chunk)
     for one, other in zip(alone, by_turns, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "values", "pieces"), [("i2v-a14b", BETWEEN, 3), ("ti2v-5b", TI2V_IMAGE, 1)])
+def test_images_are_encoded_in_pieces_between_which_others_run(model_of, parser_of, kind, values, pieces):
+    """Given two requests encoded by turns and steps of a third between, each has what diffusers encodes in one go."""
+    model, parse = model_of(kind), parser_of(kind)
+    requests = [parse(**{**values, "num_frames": 9, "image": picture(seed)}) for seed in (1, 2)]
+    with torch.inference_mode():
+        other = model.begin(parse(**values))
+        expected = [model.begin(request) for request in requests]
+        states = [model.start(request) for request in requests]
+        turns = list(zip_longest(*(_prepared_beside(model, state, other) for state in states)))
+        assert len(turns) == pieces, "others run after each latent frame"
+    for state, alone in zip(states, expected, strict=True):
+        assert torch.equal(state.network_input, alone.network_input)
+
+
+def _prepared_beside(model, state, other):
+    for _ in model.prepare(state):
+        assert state.condition is None
+        model.predict([other])
+        yield
 
 
 def forget_the_timesteps(pipeline):
@@ -156,7 +180,7 @@ def test_timesteps_are_per_frame_only_where_a_frame_is_given(model_of, parser_of
     from omni_plugin_wan22.model import _timesteps
 
     with torch.inference_mode():
-        text, image = (model_of("ti2v-5b").start(parser_of("ti2v-5b")(**fields)) for fields in (TI2V, TI2V_IMAGE))
+        text, image = (model_of("ti2v-5b").begin(parser_of("ti2v-5b")(**fields)) for fields in (TI2V, TI2V_IMAGE))
     assert _timesteps([text, text]).tolist() == [[999.0], [999.0]]
     assert _timesteps([text, image]).tolist() == [[999.0] * 3, [0.0, 999.0, 999.0]]
 

@@ -79,7 +79,7 @@ def test_requests_that_share_forwards_are_as_they_are_alone(model, reference, pa
 
 def test_predict_leaves_the_states_alone(model, parse):
     with torch.inference_mode():
-        states = [model.start(parse(**TWO_EXPERTS)), model.start(parse(**{**TWO_EXPERTS, "seed": 8}))]
+        states = [model.begin(parse(**TWO_EXPERTS)), model.begin(parse(**{**TWO_EXPERTS, "seed": 8}))]
         before = [(s.latents.clone(), s.step, s.sampler.scheduler.step_index) for s in states]
         first, second = model.predict(states), model.predict(states)
     for state, (latents, step, index) in zip(states, before, strict=True):
@@ -89,7 +89,7 @@ def test_predict_leaves_the_states_alone(model, parse):
 
 def test_requests_at_different_experts_have_different_keys(model, parse):
     with torch.inference_mode():
-        state = model.start(parse(**TWO_EXPERTS))
+        state = model.begin(parse(**TWO_EXPERTS))
     keys = []
     for step in range(state.num_steps):
         state.step = step

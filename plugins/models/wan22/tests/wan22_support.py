@@ -82,7 +82,7 @@ def generate_together(
     with torch.inference_mode():
         while waiting or running:
             for i in [i for i, (arrival, _) in waiting.items() if arrival <= round_number]:
-                running[i] = model.start(waiting.pop(i)[1])
+                running[i] = model.begin(waiting.pop(i)[1])
             groups = defaultdict(list)
             for i, state in running.items():
                 groups[model.batch_key(state)].append(i)
