@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,8 @@ SPARSE = 8
 
 _LN2 = math.log(2)
 _BITS_TO_LN = np.float32(_LN2 * 2.0**-23)
-_BOUND = np.float32(_LN2 * (127 + 31))
+_BOUND = _LN2 * (127 + 31)
+_ONE = np.uint32(1)
 
 
 def noisy_argmax(
@@ -51,30 +51,29 @@ def noisy_argmax(
     together = max(1, BLOCK // vocabulary)
     for first in range(0, rows, together):
         part = slice(first, first + together)
-        block = scores[part]
-        prefixes = [_prefix(*key) for key in zip(seeds[part], positions[part], strict=True)]
-        left = block > -np.inf
-        if fp64 or np.count_nonzero(left) * SPARSE <= left.size:
-            where = left.nonzero()
-            upper = (
-                [_prefix(*key, FP64_DOMAIN) for key in zip(seeds[part], positions[part], strict=True)] if fp64 else None
-            )
-        else:
-            where, upper = _contenders(block, prefixes), None
-        winners[part] = _exact_argmax(block, where, prefixes, upper)
+        keys = list(zip(seeds[part], positions[part], strict=True))
+        winners[part] = _argmax(scores[part], keys, fp64)
     return winners
 
 
-def _exact_argmax(
-    scores: Float32, where: tuple[Any, ...], prefixes: list[int], upper: list[int] | None
-) -> npt.NDArray[np.int64]:
-    """The winner of each row among the tokens ``where`` (rows and columns, in order); 0 for a row without any."""
-    rows, columns = where
-    keys = _token_keys(scores.shape[1])[columns]
-    low = _hash(np.array(prefixes, np.uint32)[rows], keys)
-    noise = gumbel32(low) if upper is None else gumbel64(low, _hash(np.array(upper, np.uint32)[rows], keys))
-    noisy = scores[rows, columns] + noise
-    winners = np.zeros(len(scores), np.int64)
+def _argmax(scores: Float32, keys: list[tuple[int, int]], fp64: bool) -> npt.NDArray[np.int64]:
+    """``noisy_argmax`` of a few rows with their seeds and positions."""
+    prefixes = [_prefix(*key) for key in keys]
+    left = scores > -np.inf
+    if fp64 or np.count_nonzero(left) * SPARSE <= left.size:
+        rows, columns = left.nonzero()
+    else:
+        rows, columns = _contenders(scores, prefixes)
+        if np.array_equal(rows, np.arange(len(scores))):  # one in each row
+            return columns
+    tokens = _token_keys(scores.shape[1])[columns]
+    bits = _hash(np.array(prefixes, np.uint32)[rows], tokens)
+    if fp64:
+        upper = np.array([_prefix(*key, FP64_DOMAIN) for key in keys], np.uint32)
+        noisy = scores[rows, columns] + gumbel64(bits, _hash(upper[rows], tokens))
+    else:
+        noisy = scores[rows, columns] + gumbel32(bits)
+    winners = np.zeros(len(scores), np.int64)  # 0 where everything is masked, as the kernel has it
     bounds = np.searchsorted(rows, np.arange(len(scores) + 1))
     for row, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end > start:
@@ -82,8 +81,8 @@ def _exact_argmax(
     return winners
 
 
-def _contenders(scores: Float32, prefixes: list[int]) -> tuple[Any, ...]:
-    """Rows and columns of every token that may win.
+def _contenders(scores: Float32, prefixes: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rows and columns, in order, of every token that may win; at least one in each row without NaNs.
 
     The noise is -log(-log(1 - u)) of a uniform u, and so at most -log(u), which the bits of u as a float bound from
     above: log2(2**e * (1 + m)) >= e + m. What stays below the true score of the row's best bound cannot win.
@@ -94,16 +93,21 @@ def _contenders(scores: Float32, prefixes: list[int]) -> tuple[Any, ...]:
     for first in range(0, scores.shape[1], BLOCK):
         part = slice(first, first + BLOCK)
         bits = _hash(start, keys[part])
-        bits >>= np.uint32(1)  # NumPy converts int32 to float faster than uint32; a lower u only loosens the bound
+        bits >>= _ONE  # NumPy converts int32 to float faster than uint32; a lower u only loosens the bound
         uniform = bits.view(np.int32).astype(np.float32)
         np.multiply(uniform.view(np.int32), _BITS_TO_LN, out=uniform, casting="unsafe", dtype=np.float32)
         np.subtract(scores[:, part], uniform, out=bound[:, part])
     best = bound.argmax(1)
-    rows = np.arange(len(scores))
-    reached = scores[rows, best] + gumbel32(_hash(start[:, 0], keys[best]))
-    rounding = np.float32(1e-5) * (np.abs(reached) + 100)
-    contenders: tuple[Any, ...] = (bound >= (reached - _BOUND - rounding)[:, None]).nonzero()
-    return contenders
+    least = [_score(row, token, prefix) for row, token, prefix in zip(scores, best.tolist(), prefixes, strict=True)]
+    rows, columns = (bound >= np.array(least, np.float32)[:, None]).nonzero()
+    return rows, columns
+
+
+def _score(scores: Float32, token: int, prefix: int) -> float:
+    """What the bound of a token must reach to win against ``token``, less what rounding to float32 may take away."""
+    u = (_finished(prefix ^ int(_token_keys(len(scores))[token])) + 0.5) * 2.0**-32
+    score = float(scores[token]) - math.log(-math.log1p(-u))
+    return score - _BOUND - 1e-5 * (abs(score) + 100) if math.isfinite(score) else -math.inf
 
 
 def gumbel32(bits: Uint32) -> Float32:
@@ -158,18 +162,30 @@ def _token_keys(vocabulary: int) -> Uint32:
     return words << np.uint32(13) | words >> np.uint32(19)
 
 
+def _finished(h: int) -> int:
+    """The hash of prefix xor token key, as a Python integer."""
+    h = (h * 5 + 0xE6546B64 & MASK) ^ 16  # the length in bytes
+    h = (h ^ h >> 16) * 0x85EBCA6B & MASK
+    h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
+    return h ^ h >> 16
+
+
+_FIVE, _ADDEND, _LENGTH = np.uint32(5), np.uint32(0xE6546B64), np.uint32(16)
+_FIRST, _SECOND, _THIRTEEN, _SIXTEEN = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint32(13), np.uint32(16)
+
+
 def _hash(prefixes: Uint32, keys: Uint32) -> Uint32:
-    """The hashes of tokens behind prefixes, which broadcast: a new uint32 array."""
+    """``_finished`` of many: prefixes and token keys broadcast to a new uint32 array."""
     h = prefixes ^ keys
-    h *= np.uint32(5)
-    h += np.uint32(0xE6546B64)
-    h ^= np.uint32(16)  # the length in bytes
-    other = h >> np.uint32(16)
+    h *= _FIVE
+    h += _ADDEND
+    h ^= _LENGTH
+    other = h >> _SIXTEEN
     h ^= other
-    h *= np.uint32(0x85EBCA6B)
-    np.right_shift(h, np.uint32(13), out=other)
+    h *= _FIRST
+    np.right_shift(h, _THIRTEEN, out=other)
     h ^= other
-    h *= np.uint32(0xC2B2AE35)
-    np.right_shift(h, np.uint32(16), out=other)
+    h *= _SECOND
+    np.right_shift(h, _SIXTEEN, out=other)
     h ^= other
     return h
