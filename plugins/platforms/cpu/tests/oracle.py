@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  (as vLLM's CPU worker does, before any module of the runner)
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu import block_table, input_batch, structured_outputs
+from vllm.v1.worker.gpu import block_table, input_batch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_states import prompt_embeds
@@ -358,43 +358,19 @@ def bad_word_masks() -> Outputs:
 
 
 @case
-def grammar_masks() -> Outputs:
-    found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.randn(6, VOCABULARY).to(dtype)
-        mask = torch.randint(-(2**31), 2**31, (4, (VOCABULARY + 31) // 32)).int()
-        # The last position is past the row's logits.
-        structured_outputs._apply_grammar_bitmask_kernel[(4, 1)](
-            logits,
-            logits.stride(0),
-            int32(0 * 4 + 0, 2 * 4 + 0, 2 * 4 + 2, 3 * 4 + 1),
-            int32(0, 1, 2, 5, 6),
-            mask,
-            mask.stride(0),
-            VOCABULARY,
-            MASK_STRIDE=4,
-            BLOCK_SIZE=128,
-        )
-        found[str(dtype)] = logits
-    return found
-
-
-@case
 def log_probabilities() -> Outputs:
     found = {}
     state = logprob.LogprobTokenIdsState(SLOTS, CPU)
     state.add_request(1, SamplingParams(logprob_token_ids=[5, 9, 50, 3]))
     state.apply_staged_writes()
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = (3 * torch.randn(4, VOCABULARY)).to(dtype)
-        sampled = torch.randint(0, VOCABULARY, (4,))
-        for name, count, named in (("top", 5, 0), ("sampled", 0, 0), ("named", 2, 4), ("only named", 0, 4)):
-            scores = logprob.compute_topk_scores(logits, count, sampled, None, state, IDX, named)
-            found |= {
-                f"{name} {dtype} ids": scores.logprob_token_ids,
-                f"{name} {dtype} logprobs": scores.logprobs,
-                f"{name} {dtype} ranks": scores.selected_token_ranks,
-            }
+    logits, sampled = 3 * torch.randn(4, VOCABULARY), torch.randint(0, VOCABULARY, (4,))
+    for name, count, named in (("top", 5, 0), ("sampled", 0, 0), ("named", 2, 4), ("only named", 0, 4)):
+        scores = logprob.compute_topk_scores(logits, count, sampled, None, state, IDX, named)
+        found |= {
+            f"{name} ids": scores.logprob_token_ids,
+            f"{name} logprobs": scores.logprobs,
+            f"{name} ranks": scores.selected_token_ranks,
+        }
     found["prompt"] = prompt_logprob.get_prompt_logprobs_token_ids(14, STARTS, IDX, COMPUTED, token_ids())
     return found
 

@@ -61,7 +61,7 @@ def _argmax(scores: Float32, keys: list[tuple[int, int]], fp64: bool) -> npt.NDA
     prefixes = [_prefix(*key) for key in keys]
     left = scores > -np.inf
     if fp64 or np.count_nonzero(left) * SPARSE <= left.size:
-        rows, columns = left.nonzero()
+        rows, columns = _where(left)
     else:
         rows, columns = _contenders(scores, prefixes)
         if np.array_equal(rows, np.arange(len(scores))):  # one in each row
@@ -95,12 +95,18 @@ def _contenders(scores: Float32, prefixes: list[int]) -> tuple[npt.NDArray[np.in
         bits = _hash(start, keys[part])
         bits >>= _ONE  # NumPy converts int32 to float faster than uint32; a lower u only loosens the bound
         uniform = bits.view(np.int32).astype(np.float32)
-        np.multiply(uniform.view(np.int32), _BITS_TO_LN, out=uniform, casting="unsafe", dtype=np.float32)
-        np.subtract(scores[:, part], uniform, out=bound[:, part])
+        logarithm = uniform.view(np.int32).astype(np.float32)
+        logarithm *= _BITS_TO_LN
+        np.subtract(scores[:, part], logarithm, out=bound[:, part])
     best = bound.argmax(1)
     least = [_score(row, token, prefix) for row, token, prefix in zip(scores, best.tolist(), prefixes, strict=True)]
-    rows, columns = (bound >= np.array(least, np.float32)[:, None]).nonzero()
-    return rows, columns
+    return _where(bound >= np.array(least, np.float32)[:, None])
+
+
+def _where(mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """``mask.nonzero()`` of two dimensions, which NumPy is slow at."""
+    places = np.flatnonzero(mask)
+    return np.divmod(places, mask.shape[1])
 
 
 def _score(scores: Float32, token: int, prefix: int) -> float:
