@@ -23,7 +23,7 @@ FEATURES = {
     "vllm.v1.worker.gpu.sample.watermark": "watermarks",
     "vllm.v1.worker.gpu.model_states": "hybrid models with recurrent states",
     "vllm.model_executor.layers.mamba": "layers with recurrent states",
-    "vllm.lora": "LoRA on Triton",
+    "vllm.lora": "LoRA",
 }
 """What a user asked for when a kernel of that module is launched; the longest prefix that fits counts."""
 

@@ -103,6 +103,7 @@ def sampled_batches() -> dict[str, Any]:
     once = {"temperature": 0.8, "max_tokens": 1}
     return {
         "greedy": requests(0, LENGTHS),
+        "greedy again": requests(0, LENGTHS),
         "together": seeded,
         **{f"alone {number}": [request] for number, request in enumerate(seeded)},
         "distribution": [{"prompt": prompt, "params": greedy(1, logprobs=VOCABULARY)}],
@@ -152,6 +153,7 @@ def sampled(checkpoints: dict[str, Path]) -> dict[str, Any]:
     engine = {
         "model": str(checkpoints["qwen3"]),
         "async_scheduling": False,
+        "enable_prefix_caching": True,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
         "max_logprobs": VOCABULARY,
@@ -232,9 +234,10 @@ def test_tokens_are_those_of_vllm_s_own_runner(answers, run, batch):
     assert len({token for answer in found for token in answer["tokens"][0]}) > 4, "a model that says nothing"
 
 
-def test_without_asynchronous_scheduling_they_are_too(answers):
+@pytest.mark.parametrize("batch", ["greedy", "greedy again"])
+def test_without_asynchronous_scheduling_and_from_cached_prefixes_they_are_too(answers, batch):
     expected = answers["vllm"]["runs"]["qwen3"]["batches"]["greedy"]
-    found = answers["omni"]["runs"]["sampled"]["batches"]["greedy"]
+    found = answers["omni"]["runs"]["sampled"]["batches"][batch]
     assert [answer["tokens"] for answer in found] == [answer["tokens"] for answer in expected]
 
 
