@@ -24,7 +24,7 @@ from omni_core.plugins.table import known_plugins
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PLUGIN_SET_VARIABLE", "PluginManager", "get_manager"]
+__all__ = ["PLUGIN_SET_VARIABLE", "PluginManager", "get_manager", "in_omni_process"]
 
 D = TypeVar("D", ModelFamily, Platform, AttentionBackend, HttpRoutes)
 
@@ -273,3 +273,11 @@ def get_manager(*, allow_version_mismatch: bool | None = None) -> PluginManager:
         elif _manager is None or allow_version_mismatch not in (None, _manager.allow_version_mismatch):
             _manager = PluginManager.scan(allow_version_mismatch=bool(allow_version_mismatch))
         return _manager
+
+
+def in_omni_process() -> bool:
+    """Whether this process is Omni's: one that Omni started, or one that has asked for Omni's plugins.
+
+    For what vLLM calls in every process, and what has to do nothing in a plain one.
+    """
+    return _manager is not None or PLUGIN_SET_VARIABLE in os.environ

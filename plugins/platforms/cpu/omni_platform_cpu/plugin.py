@@ -33,3 +33,10 @@ def omni_attention_backends() -> list[AttentionBackend]:
     return [
         AttentionBackend(name="sdpa", device_types=frozenset({"cpu"}), function="omni_platform_cpu.attention:attention")
     ]
+
+
+@hookimpl
+def omni_activate() -> None:
+    from omni_platform_cpu.entry import report_other_platform
+
+    report_other_platform()
