@@ -50,7 +50,7 @@ class AsyncOmni:
 
         check_versions(allow_version_mismatch=allow_version_mismatch)  # before vLLM is imported
         from omni_core.vllm.arguments import resolve_for_api
-        from omni_core.vllm.engine import DiffusionEngine
+        from omni_core.vllm.diffusion.engine import DiffusionEngine
         from omni_core.vllm.server import video_engine
 
         self.resolved = resolve_for_api(

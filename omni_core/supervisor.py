@@ -34,7 +34,7 @@ class StageState(StrEnum):
 
 
 class Engine(StageClient, Protocol):
-    """A running stage, see ``omni_core.vllm.engine.DiffusionEngine``."""
+    """A running stage, see ``omni_core.vllm.diffusion.engine.DiffusionEngine``."""
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death`` on the running loop, once, when the engine's process has ended."""

@@ -70,6 +70,7 @@ class Piece:
         prompt_length: see ``TalkerJob``.
         seed: see ``TalkerJob``.
         codes: see ``TalkerJob``.
+        repetition_penalty: see ``TokenSampling``; vLLM's own would also look at its stand-ins for the prompt.
         text: all text ids so far, those of earlier pieces included.
         ended: keys of requests that have ended, of which the worker may forget everything.
     """
@@ -79,6 +80,7 @@ class Piece:
     prompt_length: int
     seed: int
     codes: CodeSampling
+    repetition_penalty: float = 1.0
     text: Sequence[int] = ()
     ended: Sequence[str] = ()
 

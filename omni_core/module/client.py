@@ -17,7 +17,7 @@ from omni_core.module.contract import Values
 from omni_core.module.messages import ENCODER, REPLIES, Close, Open, Output, Push, Ready, Request
 from omni_core.module.process import ModuleSettings, run
 
-START_TIMEOUT_SECONDS = 600.0
+START_TIMEOUT_SECONDS = 600
 
 
 class ModuleSession:
@@ -66,7 +66,7 @@ class ModuleEngine:
         self._async_socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[Values]] = {}
-        self._unwatch: Callable[[], None] = lambda: None
+        self._unwatch: Callable[[], object] = lambda: None
         self._closed = self._dead = False
         self.process = multiprocessing.get_context("spawn").Process(
             target=run, args=(settings, address), name=f"omni-{settings.stage}", daemon=True

@@ -171,4 +171,5 @@ def _load(settings: ModuleSettings) -> StageModule[Any]:
         options=settings.options,
     )
     module: StageModule[Any] = load_reference(settings.module).load(context)
-    return module.eval()
+    module.eval()
+    return module

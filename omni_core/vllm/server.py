@@ -35,7 +35,7 @@ from omni_core.plugins.declarations import load_reference
 from omni_core.plugins.manager import get_manager
 from omni_core.runtime import VideoEngine
 from omni_core.supervisor import SupervisedStage
-from omni_core.vllm.engine import DiffusionEngine
+from omni_core.vllm.diffusion.engine import DiffusionEngine
 from omni_core.vllm.media import ImageFetcher
 
 logger = init_logger(__name__)

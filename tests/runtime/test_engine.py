@@ -18,7 +18,7 @@ pytestmark = pytest.mark.serve
 def stage(request, resolve_toy):
     """An engine of each executor, without and with run-ahead."""
     pytest.importorskip("vllm")
-    from omni_core.vllm.engine import DiffusionEngine
+    from omni_core.vllm.diffusion.engine import DiffusionEngine
 
     before = dict(os.environ)
     loop = asyncio.new_event_loop()
@@ -145,7 +145,7 @@ def test_seconds_and_frames_of_a_finished_request_are_not_kept(stage, engine):
 
 
 def test_ray_is_refused_where_vllm_has_no_resource_for_the_device(resolve_toy):
-    from omni_core.vllm.engine import engine_arguments
+    from omni_core.vllm.diffusion.engine import engine_arguments
 
     with pytest.raises(ConfigError, match=r"'diffusion' cannot run its workers on Ray: .*'cpu' names none; use .* mp"):
         engine_arguments(resolve_toy(distributed_executor_backend="ray"), "unused")

@@ -21,9 +21,9 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface  # noqa:
 from vllm.v1.engine import EngineCoreRequest, FinishReason  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
+from omni_core.vllm.diffusion.engine import engine_arguments  # noqa: E402
 from omni_core.vllm.diffusion.runner import DiffusionModelRunner  # noqa: E402
 from omni_core.vllm.diffusion.scheduler import DiffusionScheduler  # noqa: E402
-from omni_core.vllm.engine import engine_arguments  # noqa: E402
 
 
 class Loop:

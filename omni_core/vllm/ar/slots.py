@@ -33,15 +33,16 @@ class Request:
 class Rows:
     """The rows. The last one belongs to nobody and takes whatever must not be kept."""
 
-    def __init__(self, num_slots: int, max_frames: int, num_groups: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_frames: int, num_groups: int, vocabulary: int, device: torch.device) -> None:
         self.device = device
         self.max_frames = max_frames
         self.requests: dict[str, Request] = {}
         self._free: list[int] = []
         self.codes = torch.zeros(0, max_frames + 1, num_groups, dtype=torch.int16, device=device)
         self.text = torch.zeros(0, max_frames, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(0, vocabulary, dtype=torch.bool, device=device)
         self._slot_rows = np.zeros(num_slots, dtype=np.int64)
-        self._host = np.zeros((0, 6), dtype=np.int64)
+        self._host = np.zeros((0, 7), dtype=np.int64)
         self._grow(2 * num_slots)
         self._slot_rows[:] = self.nobody
         self._changed = True
@@ -50,7 +51,7 @@ class Rows:
     @property
     def nobody(self) -> int:
         """The last row."""
-        return self.codes.shape[0] - 1
+        return len(self.codes) - 1
 
     def _grow(self, count: int) -> None:
         """Make ``count`` more rows, and move the last one to the end."""
@@ -62,8 +63,8 @@ class Rows:
             larger[: len(tensor)] = tensor
             return larger
 
-        self.codes, self.text = grown(self.codes), grown(self.text)
-        self._host = np.concatenate([self._host, np.zeros((total - len(self._host), 6), dtype=np.int64)])
+        self.codes, self.text, self.seen = grown(self.codes), grown(self.text), grown(self.seen)
+        self._host = np.concatenate([self._host, np.zeros((total - len(self._host), 7), dtype=np.int64)])
         self._slot_rows[self._slot_rows == old] = total - 1
         self._free += range(old, total - 1)
         self._changed = True
@@ -77,6 +78,7 @@ class Rows:
             if not self._free:
                 self._grow(len(self._slot_rows))
             request = self.requests[piece.key] = Request(self._free.pop(), piece)
+            self.seen[request.row] = False
         text = np.asarray(piece.text[: self.max_frames], dtype=np.int32)
         if len(text):
             self.text[request.row, : len(text)] = torch.from_numpy(text).to(self.device, non_blocking=True)
@@ -89,6 +91,7 @@ class Rows:
             np.float64(codes.temperature).view(np.int64),
             codes.top_k,
             np.float64(codes.top_p).view(np.int64),
+            np.float64(piece.repetition_penalty).view(np.int64),
         )
         self._slot_rows[slot] = request.row
         self._changed = True
@@ -111,6 +114,12 @@ class Rows:
         host = self._host
         self.slot_rows = moved(self._slot_rows)
         self.prompt_length, self.text_length, self.seed = (moved(host[:, column]) for column in range(3))
-        self.temperature = moved(host[:, 3].view(np.float64).astype(np.float32))
+        self.temperature = moved(_real(host[:, 3]).astype(np.float32))
         self.top_k = moved(host[:, 4])
-        self.top_p = moved(host[:, 5].view(np.float64).astype(np.float32))
+        self.top_p = moved(_real(host[:, 5]).astype(np.float32))
+        self.penalty = moved(_real(host[:, 6]).astype(np.float32))
+
+
+def _real(column: np.ndarray) -> np.ndarray:
+    """Numbers that were kept by their bits among integers."""
+    return np.ascontiguousarray(column).view(np.float64)

@@ -39,7 +39,8 @@ class TalkerModelState(DefaultModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self.talker = cast(TalkerModel, model)
-        self.rows = Rows(self.max_num_reqs, self.max_model_len, self.talker.num_code_groups, device)
+        vocabulary = self.model_config.get_vocab_size()
+        self.rows = Rows(self.max_num_reqs, self.max_model_len, self.talker.num_code_groups, vocabulary, device)
         self.predictor = CodePredictor(self.talker)
         self._slots: dict[str, tuple[int, Request]] = {}
         self._requests: dict[int, Request] = {}
@@ -122,6 +123,14 @@ class TalkerModelState(DefaultModelState):
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, None]:
         return _FrameSampler(sampler, self), None
 
+    def penalise(self, logits: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
+        """Make what each request has drawn before less likely, as transformers does, by the request's own penalty."""
+        rows = self.rows.slot_rows[input_batch.idx_mapping[: input_batch.num_reqs].long()]
+        penalty = self.rows.penalty[rows][:, None]
+        scores = logits.float()
+        lower = torch.where(scores > 0, scores / penalty, scores * penalty)
+        return torch.where(self.rows.seen[rows], lower, scores)
+
     def complete_frames(self, output: SamplerOutput, input_batch: InputBatch) -> None:
         """Predict the other codes of each new frame, keep them, and send them out in the place of log-probabilities."""
         count = input_batch.num_reqs
@@ -141,6 +150,8 @@ class TalkerModelState(DefaultModelState):
         )
         kept = torch.where(output.num_sampled[:count] > 0, frames, self.rows.max_frames)
         self.rows.codes[rows, kept] = codes.to(torch.int16)
+        keeping = torch.where(output.num_sampled[:count] > 0, rows, self.rows.nobody)
+        self.rows.seen[keeping, first] = True
         output.logprobs_tensors = LogprobsTensors(
             codes.to(torch.int32),
             torch.zeros(codes.shape, dtype=torch.float32, device=self.device),
@@ -166,7 +177,7 @@ class _FrameSampler:
         setattr(self._sampler, name, value)
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        output: SamplerOutput = self._sampler(logits, input_batch)
+        output: SamplerOutput = self._sampler(self._state.penalise(logits, input_batch), input_batch)
         self._state.complete_frames(output, input_batch)
         return output
 

@@ -27,3 +27,16 @@ def omni_model_families() -> list[ModelFamily]:
             request="omni_plugin_qwen3_tts.family:request",
         )
     ]
+
+
+@hookimpl
+def omni_activate() -> None:
+    from vllm import ModelRegistry
+
+    from omni_plugin_qwen3_tts import config
+
+    config.register()
+    if "Qwen3TTSTalkerForConditionalGeneration" not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(
+            "Qwen3TTSTalkerForConditionalGeneration", "omni_plugin_qwen3_tts.talker:Qwen3TTSTalker"
+        )

@@ -1,0 +1,152 @@
+"""A talker stage as a client: vLLM's engine, whose tokens are first codes and whose log-probabilities are all codes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from omni_core.ar.messages import Frames, Piece, TalkerJob
+from omni_core.errors import EngineDied, GenerationCancelled
+from omni_core.vllm.engine import VllmEngine
+
+TextStream = AsyncIterator[Sequence[int]]
+"""Text ids as they become known; its end is the end of the text."""
+
+
+class TalkerEngine(VllmEngine):
+    """One talker stage.
+
+    Args:
+        num_code_groups: codes of a frame.
+        end_code: the first code that ends a request.
+        stand_in: a token that is never drawn; stands for the rows of a prompt.
+    """
+
+    num_code_groups: int
+    end_code: int
+    stand_in: int
+
+    def describe(self, num_code_groups: int, end_code: int, stand_in: int) -> None:
+        """What the checkpoint says."""
+        self.num_code_groups, self.end_code, self.stand_in = num_code_groups, end_code, stand_in
+        self._ended: list[str] = []
+
+    async def generate(
+        self, job: TalkerJob, request_id: str, more_text: TextStream | None = None
+    ) -> AsyncIterator[Frames]:
+        """The frames of a request as they are made; the last has a ``finish_reason``.
+
+        With ``more_text`` the frames wait for the text that goes with them. Closing the iterator early, or cancelling
+        the task that reads it, aborts the request in the engine.
+
+        Raises:
+            GenerationCancelled: the engine aborted the request.
+            EngineDied: the stage died.
+        """
+        key = uuid.uuid4().hex
+        told = tuple(self._ended)
+        prompt: Any
+        if more_text is None:
+            parameters = self._parameters(job, key, job.text, job.max_frames, told)
+            prompt = tokens_input([self.stand_in] * job.prompt_length)
+        else:
+            parameters = self._parameters(job, key, job.text, 1, told)
+            prompt = self._pieces(job, key, more_text, told)
+        made = 0
+        try:
+            async with aclosing(self.client.generate(prompt, parameters, request_id)) as outputs:
+                async for output in outputs:
+                    if told:  # the worker has seen them
+                        self._ended = [one for one in self._ended if one not in told]
+                        told = ()
+                    frames = self._frames(output, job.max_frames - made, more_text is not None)
+                    made += len(frames.codes)
+                    if len(frames.codes) or frames.finish_reason:
+                        yield frames
+                    if frames.finish_reason:
+                        return
+            raise GenerationCancelled(f"stage {self.stage!r} aborted request {request_id}")
+        except EngineDeadError as error:
+            raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
+        finally:
+            self._ended.append(key)
+
+    def _parameters(
+        self, job: TalkerJob, key: str, text: Sequence[int], max_tokens: int, ended: Sequence[str], made: int = 0
+    ) -> SamplingParams:
+        piece = Piece(
+            key=key,
+            prompt=job.prompt,
+            prompt_length=job.prompt_length,
+            seed=job.seed,
+            codes=job.codes,
+            repetition_penalty=job.tokens.repetition_penalty,
+            text=text,
+            ended=ended,
+        )
+        return SamplingParams(
+            temperature=job.tokens.temperature,
+            top_k=job.tokens.top_k,
+            top_p=job.tokens.top_p,
+            seed=job.seed,
+            min_tokens=min(max(0, job.min_frames - made), max_tokens),
+            max_tokens=max_tokens,
+            stop_token_ids=[self.end_code],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=self.num_code_groups - 1,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=piece.to_extra_args(),
+        )
+
+    async def _pieces(
+        self, job: TalkerJob, key: str, more_text: TextStream, ended: Sequence[str]
+    ) -> AsyncGenerator[StreamingInput, None]:
+        """The prompt and then the text, each with leave to make the frames whose text is known.
+
+        A frame is drawn once the text of the frame before it is there: with n text ids, n + 1 frames.
+        """
+        text = list(job.text)
+        granted = 0
+
+        def piece(total: int) -> StreamingInput:
+            nonlocal granted
+            # A piece begins with a stand-in for the last code drawn, which vLLM takes back.
+            tokens = [self.stand_in] * (job.prompt_length if granted == 0 else 1)
+            parameters = self._parameters(job, key, list(text), total - granted, ended, granted)
+            granted = total
+            return StreamingInput(prompt=tokens_input(tokens), sampling_params=parameters)
+
+        async for more in more_text:
+            text += more
+            if min(len(text) + 1, job.max_frames - 1) > granted:
+                yield piece(min(len(text) + 1, job.max_frames - 1))
+        yield piece(job.max_frames)
+
+    def _frames(self, output: RequestOutput, room: int, streaming: bool) -> Frames:
+        """The frames in an output of the engine, without the end code's."""
+        completion = output.outputs[0]
+        flat: Any = completion.logprobs
+        tokens = completion.token_ids
+        rows = (
+            [flat.token_ids[begin:end] for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+            if flat
+            else []
+        )
+        codes = np.array(rows, dtype=np.int32).reshape(-1, self.num_code_groups)
+        if self.end_code in tokens:
+            return Frames(codes[: list(tokens).index(self.end_code)], "stop")
+        if len(codes) >= room:
+            return Frames(codes[:room], "length")
+        return Frames(codes, completion.finish_reason if output.finished and not streaming else None)
