@@ -1,7 +1,7 @@
 """From a request to the rows of a talker's prompt, as plain data: which text, which code and what voice on each row.
 
-The layout is the reference's (``qwen-tts`` 0.1.1, ``core/models/modeling_qwen3_tts.py``): instruction, role, a prefix of
-codec tokens with language and speaker beside text padding, then the text; in context, the reference's text and codes.
+The layout is the reference's (``qwen-tts`` 0.1.1, ``core/models/modeling_qwen3_tts.py``): instruction, role, a prefix
+of codec tokens with language and speaker beside text padding, then the text; in context, the reference's text and codes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,280 @@
+"""The front end of a served speech model: validation, admission, stages, sound. Knows nothing of vLLM.
+
+    request --> [ reference encoder ] --> talker --frames of codes--> decoder --> sound, as it is made
+
+HTTP and the Python API both go through ``SpeechEngine``, so that a request means the same in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_core.ar.messages import MAX_SEED, Frames, TalkerJob
+from omni_core.errors import QueueFull, RequestError
+from omni_core.requests import parse_request
+from omni_core.runtime import RequestRecord
+from omni_core.speech.contract import SpeechModel, Utterance
+from omni_core.speech.requests import SpeechRequest
+
+CHUNKS = (1, 2, 4, 8, 16)
+"""Frames that the decoder takes at a time: a first small, so that sound comes early, then ever more."""
+
+
+class TalkerStage(Protocol):
+    """What the front end needs of the talker's stage."""
+
+    stage: str
+
+    @property
+    def max_running(self) -> int: ...
+
+    def generate(self, job: TalkerJob, request_id: str) -> AsyncIterator[Frames]: ...
+
+    def check_available(self) -> None: ...
+
+
+class Session(Protocol):
+    """One request in a module stage."""
+
+    async def push(self, values: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class SessionStage(Protocol):
+    """What the front end needs of a module stage."""
+
+    stage: str
+
+    def open(self, options: Mapping[str, Any] | None = None) -> Session: ...
+
+    def check_available(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A piece of a request's sound.
+
+    Attributes:
+        samples: float32 [samples], mono, in [-1, 1].
+        finish_reason: ``None`` while there is more to come, else ``stop`` or ``length``.
+        text_tokens: tokens of the text, known from the beginning.
+        frames: frames of codes made so far.
+    """
+
+    samples: npt.NDArray[np.float32]
+    finish_reason: str | None = None
+    text_tokens: int = 0
+    frames: int = 0
+
+
+class Slot:
+    """A place in the queue, held from admission until ``release``. Releasing twice is fine."""
+
+    def __init__(self, engine: SpeechEngine) -> None:
+        self._engine: SpeechEngine | None = engine
+        engine.active += 1
+
+    def release(self) -> None:
+        """Give the place back."""
+        if self._engine is not None:
+            self._engine.active -= 1
+            self._engine = None
+
+
+@dataclass
+class _Buffer:
+    """Frames that the decoder has not had yet."""
+
+    frames: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    taken: int = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.frames))
+
+    def take(self, count: int) -> npt.NDArray[np.int32]:
+        """The first ``count`` frames."""
+        joined = np.concatenate(self.frames)
+        self.frames = [joined[count:]] if count < len(joined) else []
+        self.taken += 1
+        return joined[:count]
+
+
+class SpeechEngine:
+    """A served speech model.
+
+    Args:
+        model: the family's half for the checkpoint.
+        request_model: its request class.
+        talker: makes codes.
+        decoder: makes sound of them.
+        encoder: makes codes and embeddings of reference sound, or ``None`` where the checkpoint takes none.
+        max_queued: how many requests may wait beyond those that the talker runs at once.
+    """
+
+    def __init__(
+        self,
+        model: SpeechModel[Any],
+        request_model: type[SpeechRequest],
+        talker: TalkerStage,
+        decoder: SessionStage,
+        encoder: SessionStage | None,
+        max_queued: int,
+    ) -> None:
+        self.model, self.request_model = model, request_model
+        self.talker, self.decoder, self.encoder = talker, decoder, encoder
+        self.max_queued = max_queued
+        self.active = self.running = 0
+        self.ended: Counter[str] = Counter(done=0, error=0, cancelled=0)
+        self.on_end: Callable[[RequestRecord], None] = lambda record: None
+
+    def parse(self, values: Mapping[str, Any], *, strict: bool = True) -> SpeechRequest:
+        """Validate ``values``, draw a seed where there is none, and check what the checkpoint can do.
+
+        Raises:
+            RequestError: with the field at fault.
+        """
+        request: SpeechRequest = parse_request(self.request_model, values, strict=strict)  # type: ignore[type-var]
+        if request.seed is None:
+            request = request.model_copy(update={"seed": secrets.randbelow(MAX_SEED)})
+        if request.reference is not None and self.encoder is None:
+            raise RequestError("this model takes no reference sound", "ref_audio")
+        self.model.check(request)
+        return request
+
+    @property
+    def capacity(self) -> int:
+        """How many requests may be running and waiting."""
+        return self.talker.max_running + self.max_queued
+
+    def admit(self) -> Slot:
+        """Take a place for one request. Raises ``QueueFull`` or ``StageUnavailable``."""
+        for stage in self.stages():
+            stage.check_available()
+        if self.active >= self.capacity:
+            raise QueueFull(f"{self.active} requests are running or waiting, the most that this server takes")
+        return Slot(self)
+
+    def stages(self) -> Sequence[TalkerStage | SessionStage]:
+        """All of them."""
+        return [self.talker, self.decoder, *([] if self.encoder is None else [self.encoder])]
+
+    async def encode_reference(self, samples: npt.NDArray[np.float32], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the reference encoder makes of sound, float32 [samples] at the model's rate, mono."""
+        if self.encoder is None:
+            raise RequestError("this model takes no reference sound", "ref_audio")
+        session = self.encoder.open(options)
+        try:
+            return await session.push({"audio": np.asarray(samples, np.float32)})
+        finally:
+            session.close()
+
+    async def generate(
+        self, request: SpeechRequest, *, slot: Slot | None = None, request_id: str | None = None
+    ) -> AsyncIterator[Sound]:
+        """The sound of a request, while it is made. Closing the iterator, or cancelling its task, aborts the work.
+
+        ``slot`` is the request's place where the caller has taken one; it is released here.
+
+        Raises:
+            QueueFull: the bound on waiting requests is reached.
+            GenerationError: the request failed; names the stage.
+            GenerationCancelled: the engine dropped the request.
+        """
+        slot = slot or self.admit()
+        request_id = request_id or f"speech-{uuid.uuid4().hex}"
+        outcome, seconds, begin = "error", dict[str, float](), time.perf_counter()
+        self.running += 1
+        try:
+            utterance = await self._utterance(request)
+            seconds["encode"] = time.perf_counter() - begin
+            async with aclosing(self._sound(utterance, request_id)) as sounds:  # type: ignore[type-var]
+                async for sound in sounds:
+                    seconds.setdefault("first_sound", time.perf_counter() - begin)
+                    if sound.finish_reason is not None:
+                        outcome = "done"
+                    yield sound
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "done" if outcome == "done" else "cancelled"
+            raise
+        finally:
+            self.running -= 1
+            slot.release()
+            self.ended[outcome] += 1
+            self.on_end(RequestRecord(outcome, {**seconds, "whole": time.perf_counter() - begin}))
+
+    async def _utterance(self, request: SpeechRequest) -> Utterance:
+        options = self.model.reference_options(request)
+        if request.stored_voice is not None or options is None:
+            return self.model.utterance(request, request.stored_voice)
+        assert request.reference is not None
+        return self.model.utterance(request, await self.encode_reference(request.reference, options))
+
+    async def _sound(self, utterance: Utterance, request_id: str) -> AsyncIterator[Sound]:
+        """Decode frames while further ones are made."""
+        async with AsyncExitStack() as stack:
+            session = self.decoder.open()
+            stack.callback(session.close)
+            if utterance.before is not None:
+                await session.push({"codes": utterance.before})
+            frames = await stack.enter_async_context(
+                aclosing(self.talker.generate(utterance.job, request_id))  # type: ignore[type-var]
+            )
+            feed = _Feed(frames)
+            stack.push_async_callback(feed.close)
+            buffer, made = _Buffer(), 0
+            while not feed.done or len(buffer):
+                wanted = CHUNKS[min(buffer.taken, len(CHUNKS) - 1)]
+                while not feed.done and len(buffer) < wanted:
+                    buffer.frames.append(await feed.more())
+                if not len(buffer):
+                    break
+                count = max(size for size in CHUNKS if size <= max(1, len(buffer)))
+                output = await session.push({"codes": buffer.take(count)})
+                made += count
+                last = feed.done and not len(buffer)
+                yield Sound(output["audio"], feed.reason if last else None, utterance.text_tokens, made)
+                if last:
+                    return
+            yield Sound(np.zeros(0, np.float32), feed.reason, utterance.text_tokens, made)
+
+
+class _Feed:
+    """Reads frames in a task of its own, so that the talker is read while the decoder works."""
+
+    def __init__(self, frames: AsyncIterator[Frames]) -> None:
+        self.done, self.reason = False, "stop"
+        self._waiting: asyncio.Queue[Frames | BaseException] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._read(frames))
+
+    async def _read(self, frames: AsyncIterator[Frames]) -> None:
+        try:
+            async for some in frames:
+                self._waiting.put_nowait(some)
+        except Exception as error:
+            self._waiting.put_nowait(error)
+
+    async def more(self) -> npt.NDArray[np.int32]:
+        """The next frames; sets ``done`` with the last."""
+        some = await self._waiting.get()
+        if isinstance(some, BaseException):
+            raise some
+        if some.finish_reason is not None:
+            self.done, self.reason = True, some.finish_reason
+        return some.codes
+
+    async def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
