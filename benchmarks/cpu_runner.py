@@ -141,7 +141,7 @@ def compare(arguments: argparse.Namespace) -> list[Case]:
     from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, PluginManager
 
     sys.path.insert(0, str(TESTS))
-    from tiny import write_qwen3
+    from cpu_tiny import write_qwen3
 
     found = cases()
     with tempfile.TemporaryDirectory(prefix="omni-benchmark-") as text:

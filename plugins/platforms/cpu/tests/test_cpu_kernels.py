@@ -21,8 +21,10 @@ HERE = Path(__file__).parent
 
 
 def oracle_cases() -> list[str]:
-    """The names of the cases in ``oracle.py``."""
-    functions = (node for node in ast.parse((HERE / "oracle.py").read_text()).body if isinstance(node, ast.FunctionDef))
+    """The names of the cases in ``cpu_oracle.py``."""
+    functions = (
+        node for node in ast.parse((HERE / "cpu_oracle.py").read_text()).body if isinstance(node, ast.FunctionDef)
+    )
     return [f.name for f in functions if any(isinstance(d, ast.Name) and d.id == "case" for d in f.decorator_list)]
 
 
@@ -34,7 +36,7 @@ def differences() -> dict[str, str]:
         PLUGIN_SET_VARIABLE: PluginManager.scan().plugin_set.to_json(),
     }
     answer = subprocess.run(
-        [sys.executable, str(HERE / "oracle.py")], env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, str(HERE / "cpu_oracle.py")], env=environment, capture_output=True, text=True, timeout=500
     )
     assert answer.returncode == 0, answer.stderr[-6000:]
     (line,) = [line for line in answer.stdout.splitlines() if line.startswith("RESULTS ")]

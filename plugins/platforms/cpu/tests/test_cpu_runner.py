@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import VOCABULARY, write_qwen3, write_qwen3_vl, write_sliding
+from cpu_tiny import VOCABULARY, write_qwen3, write_qwen3_vl, write_sliding
 
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, PluginManager
 
@@ -187,7 +187,7 @@ def answers(checkpoints, tmp_path_factory) -> dict[str, dict[str, Any]]:
 def start(folder: Path, todo: list[dict[str, Any]], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     folder.mkdir()
     (folder / "runs.json").write_text(json.dumps(todo))
-    command = [sys.executable, str(HERE / "engines.py"), str(folder / "runs.json")]
+    command = [sys.executable, str(HERE / "cpu_engines.py"), str(folder / "runs.json")]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 

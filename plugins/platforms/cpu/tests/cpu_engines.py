@@ -1,9 +1,9 @@
 """Run by the tests in processes of their own: engines one after the other, each with its batches of requests.
 
-``python engines.py RUNS.json`` reads a list of runs, ``{"name", "engine": {...}, "batches": {name: [request]}}``, and
-prints ``RESULTS {"platform", "uncovered", "runs": {name: {"runner", "asynchronous", "preempted", "batches": {name:
-[answer]}}}}``. A request has one of ``prompt`` (token ids), ``text``, ``embeds`` (a seed) or ``chunks`` (token ids in
-pieces, a session), and ``params``.
+``python cpu_engines.py RUNS.json`` reads a list of runs, ``{"name", "engine": {...}, "batches": {name: [request]}}``,
+and prints ``RESULTS {"platform", "uncovered", "runs": {name: {"runner", "asynchronous", "preempted", "batches":
+{name: [answer]}}}}``. A request has one of ``prompt`` (token ids), ``text``, ``embeds`` (a seed) or ``chunks`` (token
+ids in pieces, a session), and ``params``.
 """
 
 from __future__ import annotations
