@@ -77,15 +77,7 @@ async def _abort(engine):
         pytest.param("float32", 12, {"tensor_parallel_size": 2}, 1e-3, marks=TWO_DEVICES),
         pytest.param("bfloat16", 64, {"tensor_parallel_size": 2}, None, marks=TWO_DEVICES),
     ],
-    ids=[
-        "float32-uni",
-        "float32-mp",
-        "bfloat16-default",
-        "bfloat16-flash",
-        "bfloat16-compiled",
-        "float32-two-ranks",
-        "bfloat16-two-ranks",
-    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_the_engine_gives_what_diffusers_gives(tmp_path, dtype, head_dim, engine, tolerance):
     from omni_plugin_wan22.checkpoints import write_checkpoint
