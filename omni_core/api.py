@@ -6,13 +6,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from omni_core.config.startup import check_versions
 from omni_core.diffusion.messages import FrameType
-from omni_core.errors import StageUnavailable
+from omni_core.errors import ConfigError, StageUnavailable
+from omni_core.pipeline import DiffusionStage
 from omni_core.requests import VideoRequest
 from omni_core.runtime import ProgressCallback, VideoEngine, VideoOutput
 
@@ -46,12 +48,10 @@ class AsyncOmni:
         allow_version_mismatch: bool = False,
         **engine: Any,
     ) -> None:
-        from omni_core.supervisor import SupervisedStage
-
         check_versions(allow_version_mismatch=allow_version_mismatch)  # before vLLM is imported
         from omni_core.vllm.arguments import resolve_for_api
-        from omni_core.vllm.diffusion.engine import DiffusionEngine
         from omni_core.vllm.server import video_engine
+        from omni_core.vllm.stages import start_stages
 
         self.resolved = resolve_for_api(
             str(model),
@@ -62,7 +62,10 @@ class AsyncOmni:
         )
         for warning in self.resolved.warnings:
             logger.warning("%s", warning)
-        self.engine: VideoEngine = video_engine(self.resolved, SupervisedStage(lambda: DiffusionEngine(self.resolved)))
+        if not isinstance(self.resolved.pipeline.stage, DiffusionStage):
+            raise ConfigError(f"the Python API makes videos; serve {model} with `omni serve` for speech")
+        self._stack = ExitStack()
+        self.engine: VideoEngine = video_engine(self.resolved, start_stages(self.resolved, self._stack))
 
     async def generate(
         self,
@@ -81,7 +84,7 @@ class AsyncOmni:
 
     def close(self) -> None:
         """Stop the engine processes. Closing twice is fine."""
-        self.engine.close()
+        self._stack.close()
 
     async def __aenter__(self) -> AsyncOmni:
         return self

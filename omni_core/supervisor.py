@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from omni_core.diffusion.messages import Job, Report
 from omni_core.errors import EngineDied, GenerationError, OmniError, StageUnavailable
-from omni_core.runtime import StageClient
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +17,9 @@ FIRST_DELAY, LAST_DELAY = 1.0, 60.0
 """Seconds before the first restart, doubled for each that fails, and the most that it grows to."""
 
 SleepMode = Literal["abort", "wait"]
+
+T = TypeVar("T")
+EngineT = TypeVar("EngineT", bound="Engine")
 
 
 class StageState(StrEnum):
@@ -33,8 +31,10 @@ class StageState(StrEnum):
     STOPPED = "stopped"
 
 
-class Engine(StageClient, Protocol):
-    """A running stage, see ``omni_core.vllm.diffusion.engine.DiffusionEngine``."""
+class Engine(Protocol):
+    """A running stage of any kind, as it is kept alive."""
+
+    stage: str
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death`` on the running loop, once, when the engine's process has ended."""
@@ -43,10 +43,10 @@ class Engine(StageClient, Protocol):
 
     async def wake_up(self) -> None: ...
 
-    async def stats(self, reset: bool = False) -> Mapping[str, Any]: ...
+    def close(self) -> None: ...
 
 
-class SupervisedStage:
+class SupervisedStage(Generic[EngineT]):
     """A stage that outlives its engine.
 
     When the engine dies the requests in it fail, new ones are refused with ``StageUnavailable``, and the engine is
@@ -56,23 +56,21 @@ class SupervisedStage:
         start: starts an engine; blocks until its model is loaded.
     """
 
-    def __init__(self, start: Callable[[], Engine]) -> None:
+    def __init__(self, start: Callable[[], EngineT]) -> None:
         self._start = start
-        self._engine: Engine | None = start()
+        self._engine: EngineT | None = start()
         self.stage = self._engine.stage
-        self.max_running = self._engine.max_running
         self.state = StageState.RUNNING
         self.restarts = 0
         self.reason = ""
-        self.totals: Mapping[str, Any] = {}
-        self._watched: Engine | None = None
+        self._watched: EngineT | None = None
         self._ended: asyncio.Future[None]
         self._restarting: asyncio.Task[None] | None = None
 
     # Requests
 
-    async def generate(self, job: Job, request_id: str) -> AsyncIterator[Report]:
-        """Reports on a request, see ``DiffusionEngine.generate``; ends at once when the engine does.
+    async def follow(self, make: Callable[[EngineT], AsyncIterator[T]], request_id: str) -> AsyncIterator[T]:
+        """What ``make`` gives of the engine, one after the other; ends at once when the engine does.
 
         Raises:
             StageUnavailable: the stage cannot take the request, or was stopped while the request was in it.
@@ -80,20 +78,26 @@ class SupervisedStage:
         """
         engine = self._available()
         ended = self._ended
-        async with aclosing(engine.generate(job, request_id)) as reports:  # type: ignore[type-var]
+        async with aclosing(make(engine)) as items:  # type: ignore[type-var]
             try:
-                while (report := await self._next(reports, ended, request_id)) is not None:
-                    self.totals = report.totals
-                    yield report
+                while (item := await self._wait(anext(items, None), ended, request_id)) is not None:
+                    yield item
             except EngineDied:
                 self._on_death()  # known before its process has ended
                 raise
 
-    async def _next(
-        self, reports: AsyncIterator[Report], ended: asyncio.Future[None], request_id: str
-    ) -> Report | None:
-        """The next report, ``None`` after the last; the engine's end is not waited out."""
-        coming = asyncio.ensure_future(anext(reports, None))
+    async def call(self, make: Callable[[EngineT], Awaitable[T]], request_id: str) -> T:
+        """What ``make`` gives of the engine, once; raises what ``follow`` raises."""
+        engine = self._available()
+        try:
+            return await self._wait(make(engine), self._ended, request_id)
+        except EngineDied:
+            self._on_death()
+            raise
+
+    async def _wait(self, work: Awaitable[T], ended: asyncio.Future[None], request_id: str) -> T:
+        """What ``work`` gives; the engine's end is not waited out."""
+        coming = asyncio.ensure_future(work)
         try:
             await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
             if coming.done():
@@ -106,26 +110,11 @@ class SupervisedStage:
             raise StageUnavailable(f"stage {self.stage!r} was stopped while request {request_id} was in it")
         raise GenerationError(f"stage {self.stage!r} died while request {request_id} was in it")
 
-    def take(self, report: Report) -> npt.NDArray[np.generic]:
-        """The frames that ``report`` points to; they can be taken once."""
-        if self._engine is None:
-            raise GenerationError(f"stage {self.stage!r} died before its result was taken")
-        return self._engine.take(report)
-
-    def discard(self, request_id: str) -> None:
-        """Drop whatever result a request left that nobody will take."""
-        if self._engine is not None:
-            self._engine.discard(request_id)
-
-    async def stats(self, reset: bool = False) -> Mapping[str, Any]:
-        """Counters of the first worker."""
-        return await self._available().stats(reset)
-
     def check_available(self) -> None:
         """Raise ``StageUnavailable`` if a request could not run now."""
         self._available()
 
-    def _available(self) -> Engine:
+    def _available(self) -> EngineT:
         if self._engine is None or self.state is not StageState.RUNNING:
             hint = "; wake it up with POST /v1/omni/wakeup" if self.state is StageState.ASLEEP else ""
             why = f": {self.reason}" if self.reason else ""

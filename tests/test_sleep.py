@@ -20,7 +20,7 @@ from omni_core.http.stages import stage_router
 from omni_core.http.videos import VideoService, video_router
 from omni_core.requests import VideoRequest
 from omni_core.runtime import VideoEngine
-from omni_core.supervisor import SupervisedStage
+from omni_core.stages import SupervisedDiffusion
 
 
 class SmallRequest(VideoRequest):
@@ -83,12 +83,12 @@ def with_server(work, folder):
 
     async def run():
         engine = SleepyEngine()
-        stage = SupervisedStage(lambda: engine)
+        stage = SupervisedDiffusion(lambda: engine)
         stage.watch()
         store = JobStore(folder, ttl=60, limit=10)
         service = VideoService(VideoEngine(stage, SmallRequest, 4), store, ["m"], SimpleNamespace())
         app = FastAPI()
-        app.include_router(stage_router(stage))
+        app.include_router(stage_router({stage.stage: stage}))
         app.include_router(video_router(service))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             await work(http, engine)

@@ -6,7 +6,7 @@ import pytest
 
 from omni_core.diffusion.messages import Job, Report
 from omni_core.errors import GenerationError, StageStartError, StageUnavailable
-from omni_core.supervisor import SupervisedStage
+from omni_core.stages import SupervisedDiffusion
 
 
 class FakeEngine:
@@ -71,7 +71,7 @@ async def follow(stage):
 def test_requests_in_a_stage_that_dies_fail_at_once_and_it_is_started_again():
     async def work():
         start = Starter()
-        stage = SupervisedStage(start)
+        stage = SupervisedDiffusion(start)
         request = asyncio.create_task(follow(stage))
         await asyncio.sleep(0.02)
         start.engines[0].die()
@@ -92,7 +92,7 @@ def test_requests_in_a_stage_that_dies_fail_at_once_and_it_is_started_again():
 def test_a_start_that_fails_is_tried_again_later_with_the_reason():
     async def work():
         start = Starter(2, 3)
-        stage = SupervisedStage(start)
+        stage = SupervisedDiffusion(start)
         stage.watch()
         start.engines[0].die()
         await until(lambda: "start 2 failed, the next is in 0.1 s: no device" in stage.reason)
@@ -106,7 +106,7 @@ def test_a_start_that_fails_is_tried_again_later_with_the_reason():
 def test_closing_ends_requests_and_restarts():
     async def work():
         start = Starter()
-        stage = SupervisedStage(start)
+        stage = SupervisedDiffusion(start)
         request = asyncio.create_task(follow(stage))
         await asyncio.sleep(0.02)
         await asyncio.to_thread(stage.close)
@@ -125,7 +125,7 @@ def test_closing_ends_requests_and_restarts():
 def test_closing_while_it_is_restarted_leaves_no_engine():
     async def work():
         start = Starter(2)
-        stage = SupervisedStage(start)
+        stage = SupervisedDiffusion(start)
         stage.watch()
         start.engines[0].die()
         await until(lambda: "failed" in stage.reason)
@@ -139,7 +139,7 @@ def test_closing_while_it_is_restarted_leaves_no_engine():
 def test_a_stage_that_sleeps_refuses_requests_until_it_is_woken():
     async def work():
         start = Starter()
-        stage = SupervisedStage(start)
+        stage = SupervisedDiffusion(start)
         await stage.sleep(1, "wait")
         with pytest.raises(StageUnavailable, match="asleep; wake it up with POST /v1/omni/wakeup"):
             await follow(stage)
@@ -163,7 +163,7 @@ def test_cancelling_a_request_closes_its_iterator():
                 finally:
                     closed.set()
 
-        stage = SupervisedStage(Engine)
+        stage = SupervisedDiffusion(Engine)
         request = asyncio.create_task(follow(stage))
         await asyncio.sleep(0.02)
         request.cancel()

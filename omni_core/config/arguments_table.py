@@ -1,14 +1,15 @@
-"""Which of vLLM's arguments have a meaning where there are only diffusion stages, and why the others do not.
+"""Which of vLLM's arguments have a meaning for each kind of stage, and why the others do not.
 
 The tables list what is allowed: an argument that a later vLLM adds is refused until somebody has decided about it.
 A diffusion stage runs vLLM's engine, executors and workers with the core's own scheduler and model runner: there is
-no key-value cache, tokenizer, sampler, graph capture or speculation, and the family loads its own weights.
+no key-value cache, tokenizer, sampler, graph capture or speculation, and the family loads its own weights. A talker
+stage runs vLLM's own scheduler, runner, cache and graphs. A module stage is no engine, and has arguments of Omni's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 ATTENTION_BACKEND = "attention_backend"
 """Names one of Omni's attention backends instead of one of vLLM's; resolved apart from the engine arguments."""
@@ -35,8 +36,28 @@ DIFFUSION = frozenset({
 })  # fmt: skip
 """Engine arguments that have a meaning for a diffusion stage."""
 
-DEFAULTS: Mapping[str, Any] = {"max_num_seqs": 4}
-"""Defaults of a diffusion stage where vLLM's suits token models: a forward grows with every request that shares it."""
+TALKER = (DIFFUSION - {"tensor_parallel_size", "disable_custom_all_reduce"}) | {
+    # memory and lengths
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size", "max_model_len", "max_num_batched_tokens",
+    # compilation and graphs
+    "compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level",
+    # loading, and vLLM's attention
+    "load_format", "attention_backend",
+}  # fmt: skip
+"""Engine arguments that have a meaning for a talker stage."""
+
+MODULE: Mapping[str, tuple[Any, Any]] = {
+    "device": (None, str | None),
+    "dtype": ("float32", Literal["float32", "bfloat16", "float16"]),
+    "max_batch": (64, int),
+    "num_threads": (1, int),
+}
+"""Default and type of the arguments of a module stage: where and in what it computes, the most sessions of a step, and
+threads of an operation on CPUs. Without ``device`` it is the platform's."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {"diffusion": {"max_num_seqs": 4}, "talker": {"max_num_seqs": 64}}
+"""Defaults by kind of stage where vLLM's suit text models: a denoising forward grows with every request that shares it,
+and a talker keeps what its requests have said."""
 
 CHECKPOINT = frozenset({"model", "model_tag", "revision"})
 """What names the checkpoint; used up before there are stages."""
@@ -75,6 +96,13 @@ FIXED: Mapping[str, tuple[Any, str]] = {
 }
 """Arguments that have one possible value: asking for that is asking for what is done, any other is refused."""
 
+TALKER_FIXED: Mapping[str, tuple[Any, str]] = {
+    **FIXED,
+    "enable_prefix_caching": (False, "what a frame's code stands for is not in its token alone"),
+    "tensor_parallel_size": (1, "a talker runs on one device"),
+}
+"""The same for a talker stage."""
+
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(
         ("scheduler_cls", "worker_cls", "config_format", "tokenizer", "tokenizer_mode", "hf_config_path",
@@ -110,13 +138,18 @@ _PREFIXES = {
 }
 
 
-def refusal(name: str, spelled: str, stages: str, value: Any = ...) -> str | None:
+def fixed_for(kind: str) -> Mapping[str, tuple[Any, str]]:
+    """What is fixed for a kind of stage."""
+    return {"diffusion": FIXED, "talker": TALKER_FIXED}.get(kind, {})
+
+
+def refusal(name: str, spelled: str, stages: str, value: Any = ..., kind: str = "diffusion") -> str | None:
     """Why an argument outside the allowed ones is refused, or ``None`` where ``value`` is what is done anyway.
 
     ``spelled`` is what the user wrote, ``stages`` what it was for, such as ``the diffusion stage 'diffusion'``.
     """
-    if name in FIXED:
-        fixed, reason = FIXED[name]
+    if name in fixed_for(kind):
+        fixed, reason = fixed_for(kind)[name]
         if value == fixed and (type(value) is type(fixed) or not isinstance(value, bool)):
             return None
         asked = "cannot be used for" if value is True else f"cannot be {value!r} for"

@@ -9,8 +9,8 @@ from omni_core.errors import ConfigError
 from omni_core.plugins.declarations import ModelFamily, Support
 
 FEATURES: Mapping[str, Callable[[Mapping[str, Setting]], bool]] = {
-    "tensor-parallel": lambda engine: engine["tensor_parallel_size"].value > 1,
-    "step-batching": lambda engine: engine["max_num_seqs"].value != 1,
+    "tensor-parallel": lambda engine: "tensor_parallel_size" in engine and engine["tensor_parallel_size"].value > 1,
+    "step-batching": lambda engine: "max_num_seqs" in engine and engine["max_num_seqs"].value != 1,
 }
 """Name of each feature that ``ModelFamily.combinations`` speaks of, and when an engine configuration has it on."""
 

@@ -11,7 +11,7 @@ from omni_core.plugins.declarations import ModelFamily, Platform
 
 if TYPE_CHECKING:
     from omni_core.checkpoint import Checkpoint
-    from omni_core.pipeline import DiffusionStage, Pipeline
+    from omni_core.pipeline import Pipeline, Stage
 
 VLLM_DEFAULT = "vLLM default"
 """The source of a value that nobody set."""
@@ -52,13 +52,14 @@ class StageConfig:
         stage: the stage as its family declared it.
         engine: every engine argument that has a meaning for this kind of stage.
         options: the family's own options of the stage.
-        attention_backend: name of the attention that the user chose, or ``None`` for the platform's own.
+        attention_backend: of a diffusion stage, the name of the attention that the user chose, or ``None`` for the
+            platform's own.
     """
 
-    stage: DiffusionStage
+    stage: Stage
     engine: Mapping[str, Setting]
     options: Mapping[str, Setting]
-    attention_backend: Setting
+    attention_backend: Setting | None = None
 
 
 @dataclass(frozen=True)
@@ -109,5 +110,5 @@ class Resolved:
 
     @property
     def stage(self) -> StageConfig:
-        """The one stage of a pipeline of one stage."""
+        """The front stage's."""
         return self.stages[self.pipeline.stage.name]

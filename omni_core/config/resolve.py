@@ -22,11 +22,11 @@ from omni_core.checkpoint import Checkpoint
 from omni_core.config import arguments_table as table
 from omni_core.config.deploy import Deploy, Override, check_stage
 from omni_core.config.features import check_features, enabled_features
-from omni_core.config.model import VLLM_DEFAULT, EngineArguments, Resolved, Setting, StageConfig
+from omni_core.config.model import VLLM_DEFAULT, EngineArgument, EngineArguments, Resolved, Setting, StageConfig
 from omni_core.config.server import Spelling, resolve_server
 from omni_core.config.values import check_value, unknown
 from omni_core.errors import ConfigError, PluginError
-from omni_core.pipeline import DiffusionStage, Pipeline
+from omni_core.pipeline import Pipeline, Stage
 from omni_core.plugins.declarations import ModelFamily, Platform
 
 
@@ -113,13 +113,14 @@ def resolve(
     configs: dict[str, StageConfig] = {}
     warnings: list[str] = []
     for name, stage in stages.items():
-        resolver = _StageResolver(stage, served.family, served.platform, engine_arguments)
+        resolver = _StageResolver(stage, stage is served.pipeline.stage, served, engine_arguments)
         own = [override for override in explicit.overrides if override.stage == name]
         configs[name] = config = resolver.resolve(explicit, own)
         _check_together(config.engine)
-        if config.attention_backend.value is not None:
+        if config.attention_backend is not None and config.attention_backend.value is not None:
             require_attention(config.attention_backend.value)
-        warnings += check_features(served.family, enabled_features(config.engine))
+        if stage is served.pipeline.stage:
+            warnings += check_features(served.family, enabled_features(config.engine))
     server = resolve_server(explicit.server, explicit.deploy, explicit.spell)
     for name in server.allow_routes:
         require_routes(name)
@@ -166,19 +167,18 @@ class _Entry:
 class _StageResolver:
     """Resolution of one stage."""
 
-    def __init__(
-        self, stage: DiffusionStage, family: ModelFamily, platform: Platform, engine_arguments: EngineArguments
-    ) -> None:
-        self.stage = stage
-        self.family = family
-        self.platform = platform
+    def __init__(self, stage: Stage, front: bool, served: Served, engine_arguments: EngineArguments) -> None:
+        self.stage, self.front = stage, front
+        self.family, self.platform = served.family, served.platform
         self.label = f"the {stage.kind} stage {stage.name!r}"
         self.engine_arguments = engine_arguments
-        self.allowed = {name: a for name, a in engine_arguments.items() if name in table.DIFFUSION}
+        self.allowed = _allowed(stage.kind, engine_arguments)
+        self.own_attention = stage.kind == "diffusion"
         clash = sorted(set(stage.options) & (set(engine_arguments) | {table.ATTENTION_BACKEND}))
         if clash:
             raise PluginError(
-                f"family {family.name!r}: the option {clash[0]!r} of {self.label} has the name of an engine argument"
+                f"family {self.family.name!r}: the option {clash[0]!r} of {self.label} has the name of an engine "
+                "argument"
             )
 
     def resolve(self, explicit: Explicit, overrides: list[Override]) -> StageConfig:
@@ -203,13 +203,16 @@ class _StageResolver:
             stage=self.stage,
             engine={name: found.get(name, Setting(a.default, VLLM_DEFAULT)) for name, a in self.allowed.items()},
             options={name: found[name] for name in self.stage.options},
-            attention_backend=found.get(table.ATTENTION_BACKEND, Setting(None, f"platform {self.platform.name}")),
+            attention_backend=found.get(table.ATTENTION_BACKEND, Setting(None, f"platform {self.platform.name}"))
+            if self.own_attention
+            else None,
         )
 
     def _shipped(self) -> Iterator[_Entry]:
         """The core's own first, then the platform's: what comes later wins."""
-        for key in table.DEFAULTS.keys() & self.allowed.keys():
-            yield _Entry(key, table.DEFAULTS[key], f"omni default of {key}", "omni default")
+        defaults = table.DEFAULTS.get(self.stage.kind, {})
+        for key in defaults.keys() & self.allowed.keys():
+            yield _Entry(key, defaults[key], f"omni default of {key}", "omni default")
         platform, family = f"platform {self.platform.name}", f"family {self.family.name}"
         for key, value in self.platform.stage_defaults.get(self.stage.kind, {}).items():
             yield _Entry(key, value, f"{platform}: stage_defaults[{self.stage.kind!r}].{key}", platform)
@@ -221,7 +224,7 @@ class _StageResolver:
             yield _Entry(key, value, f"{deploy.name}: stages.{self.stage.name}.{key}", deploy.name)
 
     def _explicit(self, explicit: Explicit, overrides: list[Override]) -> Iterator[_Entry]:
-        for name, value in explicit.arguments.items():
+        for name, value in explicit.arguments.items() if self.front else ():
             if name not in table.CHECKPOINT and name not in table.SERVER:
                 yield _Entry(name, value, explicit.spell(name), explicit.spell(name), is_flag=True)
         for override in overrides:
@@ -234,7 +237,7 @@ class _StageResolver:
             default = self.stage.options[key]
             annotation = Any if default is None else type(default)
             value = check_value(entry.value, annotation, entry.where, default)
-        elif key == table.ATTENTION_BACKEND:
+        elif key == table.ATTENTION_BACKEND and self.own_attention:
             value = check_value(entry.value, str | None, entry.where)
         elif key in self.allowed:
             argument = self.allowed[key]
@@ -246,10 +249,18 @@ class _StageResolver:
 
     def _refuse(self, entry: _Entry) -> None:
         """Raise for an argument outside the allowed ones, unless it asks for what is done anyway."""
-        known_to_vllm = entry.key in self.engine_arguments or entry.key in table.FIXED
-        if not known_to_vllm and not entry.is_flag:
-            keys = [*self.allowed, *self.stage.options, table.ATTENTION_BACKEND]
+        known_to_vllm = entry.key in self.engine_arguments or entry.key in table.fixed_for(self.stage.kind)
+        if not (known_to_vllm and self.stage.kind != "module") and not entry.is_flag:
+            keys = [*self.allowed, *self.stage.options, *([table.ATTENTION_BACKEND] if self.own_attention else [])]
             raise ConfigError(f"{entry.where}: {unknown('key', entry.key, keys)}")
-        reason = table.refusal(entry.key, entry.where, self.label, entry.value)
+        reason = table.refusal(entry.key, entry.where, self.label, entry.value, self.stage.kind)
         if reason is not None:
             raise ConfigError(reason)
+
+
+def _allowed(kind: str, engine_arguments: EngineArguments) -> dict[str, EngineArgument]:
+    """The arguments that have a meaning for a kind of stage."""
+    if kind == "module":
+        return {name: EngineArgument(name, default, type_) for name, (default, type_) in table.MODULE.items()}
+    names = {"diffusion": table.DIFFUSION, "talker": table.TALKER}[kind]
+    return {name: argument for name, argument in engine_arguments.items() if name in names}

@@ -27,7 +27,7 @@ def to_json(resolved: Resolved) -> str:
         name: {
             "engine": {key: _pair(setting) for key, setting in stage.engine.items()},
             "options": {key: _pair(setting) for key, setting in stage.options.items()},
-            "attention_backend": _pair(stage.attention_backend),
+            **({"attention_backend": _pair(stage.attention_backend)} if stage.attention_backend else {}),
         }
         for name, stage in resolved.stages.items()
     }
@@ -57,7 +57,8 @@ def _lines(resolved: Resolved) -> Iterator[str]:
 
 
 def _stage_settings(stage: StageConfig) -> list[tuple[str, Setting]]:
-    own = [("attention_backend", stage.attention_backend), *stage.options.items()]
+    attention = [("attention_backend", stage.attention_backend)] if stage.attention_backend else []
+    own = [*attention, *stage.options.items()]
     return sorted(stage.engine.items()) + own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -37,17 +38,17 @@ class WakeUpRequest(BaseModel):
     stages: list[str] | None = None
 
 
-def stage_router(stage: SupervisedStage) -> APIRouter:
-    """The routes for a pipeline of one stage."""
+def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
+    """The routes for the stages of a pipeline, by name."""
     router = APIRouter(tags=["stages"], route_class=Route)
 
     def statuses() -> dict[str, Any]:
-        return {stage.stage: stage.status()}
+        return {name: stage.status() for name, stage in stages.items()}
 
     @router.get("/health", responses={code: {"model": HealthAnswer} for code in (200, 503)})
     async def health() -> Response:
         """200 while every stage is up (asleep counts as up), 503 otherwise; either way with each stage's state."""
-        healthy = stage.state in (StageState.RUNNING, StageState.ASLEEP)
+        healthy = all(stage.state in (StageState.RUNNING, StageState.ASLEEP) for stage in stages.values())
         body = {"status": "ok" if healthy else "unhealthy", "stages": statuses()}
         if healthy:
             return JSONResponse(body)
@@ -57,8 +58,7 @@ def stage_router(stage: SupervisedStage) -> APIRouter:
     async def sleep(request: Request) -> Response:
         """Free the device memory of stages."""
         wanted = await _read(request, SleepRequest)
-        _check_names(wanted.stages, stage)
-        if wanted.stages is None or wanted.stages:
+        for stage in _named(wanted.stages, stages):
             await stage.sleep(wanted.level, wanted.mode)
         return JSONResponse({"stages": statuses()})
 
@@ -66,8 +66,7 @@ def stage_router(stage: SupervisedStage) -> APIRouter:
     async def wake_up(request: Request) -> Response:
         """Bring stages back."""
         wanted = await _read(request, WakeUpRequest)
-        _check_names(wanted.stages, stage)
-        if wanted.stages is None or wanted.stages:
+        for stage in _named(wanted.stages, stages):
             await stage.wake_up()
         return JSONResponse({"stages": statuses()})
 
@@ -86,7 +85,9 @@ async def _read(request: Request, model: type[Any]) -> Any:
         raise RequestError(f"the body is not JSON: {error}") from None
 
 
-def _check_names(names: list[str] | None, stage: SupervisedStage) -> None:
+def _named(names: list[str] | None, stages: Mapping[str, SupervisedStage[Any]]) -> list[SupervisedStage[Any]]:
+    """The stages of these names, all of them for ``None``."""
     for name in names or ():
-        if name != stage.stage:
-            raise RequestError(f"there is no stage {name!r}; this server has {stage.stage}", "stages")
+        if name not in stages:
+            raise RequestError(f"there is no stage {name!r}; this server has {', '.join(stages)}", "stages")
+    return [stage for name, stage in stages.items() if names is None or name in names]

@@ -12,7 +12,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from omni_core.errors import EngineDied, GenerationError, StageStartError
+from omni_core.errors import ConfigError, EngineDied, GenerationError, StageStartError
 from omni_core.module.contract import Values
 from omni_core.module.messages import ENCODER, REPLIES, Close, Open, Output, Push, Ready, Request
 from omni_core.module.process import ModuleSettings, run
@@ -152,6 +152,13 @@ class ModuleEngine:
                 future.set_exception(GenerationError(f"stage {self.stage!r} failed: {reply.error}"))
             else:
                 future.set_result(reply.values or {})
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Raises ``ConfigError``: module stages stay awake."""
+        raise ConfigError(f"stage {self.stage!r} is a module stage, and these do not sleep yet")
+
+    async def wake_up(self) -> None:
+        """It is awake."""
 
     def _die(self) -> None:
         self._dead = True

@@ -126,6 +126,8 @@ class ModelFamily:
         request: ``"module:function"``, ``function(Checkpoint) -> type[omni_core.requests.VideoRequest]``: the pydantic
             model of a request, with ranges and defaults for this checkpoint. May import pydantic, not torch.
         combinations: the compatibility table; a combination that is not listed is ``untested``.
+        speech: for a pipeline with a talker, ``"module:function"``, ``function(Checkpoint) ->
+            omni_core.speech.contract.SpeechModel``.
     """
 
     name: str
@@ -135,10 +137,11 @@ class ModelFamily:
     pipeline: str
     request: str
     combinations: tuple[Combination, ...] = ()
+    speech: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self, self.name)
-        check_reference(self, pipeline=self.pipeline, request=self.request)
+        check_reference(self, pipeline=self.pipeline, request=self.request, speech=self.speech)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What a family supplies of a speech model in the front end's process: checks, the talker's job, the codec's numbers.
+"""What a family supplies of a speech model in the front end: checks, the talker's job, the codec's numbers.
 
-The networks are elsewhere: the talker in an autoregressive stage, the codec's decoder and the reference encoder in module
+The networks are elsewhere: the talker in a stage of its own, the codec's decoder and the reference encoder in module
 stages. Nothing here needs a device.
 """
 

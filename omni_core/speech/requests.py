@@ -1,4 +1,4 @@
-"""The request for speech: what every family has. HTTP, the Python API and the front end validate with the same class."""
+"""The request for speech, as every family has it; HTTP, the Python API and the front end validate with one class."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +35,15 @@ from omni_core.media import check_encoder
 from omni_core.plugins.declarations import load_reference
 from omni_core.plugins.manager import get_manager
 from omni_core.runtime import VideoEngine
+from omni_core.stages import SupervisedDiffusion
 from omni_core.supervisor import SupervisedStage
-from omni_core.vllm.diffusion.engine import DiffusionEngine
 from omni_core.vllm.media import ImageFetcher
+from omni_core.vllm.stages import start_stages
 
 logger = init_logger(__name__)
+
+Stages = Mapping[str, SupervisedStage[Any]]
+"""The stages of the pipeline by name, the front one first."""
 
 PRIVATE_STORE = "omni-videos-"
 
@@ -63,9 +68,8 @@ def serve(resolved: Resolved, args: Namespace) -> None:
         stack.callback(sock.close)
         store = _open_store(resolved, stack)
         # Outside the event loop, under which a signal would wait until the model is loaded.
-        stage = SupervisedStage(lambda: DiffusionEngine(resolved))
-        stack.callback(stage.close)
-        uvloop.run(_serve(resolved, args, listen_address, sock, stage, store))
+        stages = start_stages(resolved, stack)
+        uvloop.run(_serve(resolved, args, listen_address, sock, stages, store))
 
 
 def _listen(args: Namespace) -> tuple[str, socket.socket]:
@@ -99,17 +103,18 @@ async def _serve(
     args: Namespace,
     listen_address: str,
     sock: socket.socket,
-    stage: SupervisedStage,
+    stages: Stages,
     store: JobStore,
 ) -> None:
-    stage.watch()
+    for stage in stages.values():
+        stage.watch()
     with ExitStack() as stack:
-        engine = video_engine(resolved, stage)
+        engine = video_engine(resolved, stages)
         service = VideoService(engine, store, served_names(resolved), _image_fetcher(resolved))
-        collector = StageCollector(stage, engine)
+        collector = StageCollector(stages, engine)
         REGISTRY.register(collector)
         stack.callback(REGISTRY.unregister, collector)
-        app = make_app(resolved, args, stage, service)
+        app = make_app(resolved, args, stages, service)
         logger.info("Serving %s on %s", resolved.model, _address(listen_address, args.port, sock))
         shutdown = await serve_http(
             app,
@@ -151,8 +156,8 @@ class LauncherClient:
     should_keep_api_server_alive = True
     vllm_config = SimpleNamespace(shutdown_timeout=0)
 
-    def __init__(self, stage: SupervisedStage, service: VideoService) -> None:
-        self._stage, self._service = stage, service
+    def __init__(self, stages: Stages, service: VideoService) -> None:
+        self._stages, self._service = stages, service
         self._loop = asyncio.get_running_loop()
 
     async def check_health(self) -> None:
@@ -162,9 +167,10 @@ class LauncherClient:
         """There are no statistics of tokens to log."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the jobs, then the stage; the launcher calls this in a thread, on SIGINT and SIGTERM."""
+        """End the jobs, then the stages; the launcher calls this in a thread, on SIGINT and SIGTERM."""
         asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result()
-        self._stage.close()
+        for stage in self._stages.values():
+            stage.close()
 
 
 def served_names(resolved: Resolved) -> list[str]:
@@ -175,25 +181,27 @@ def served_names(resolved: Resolved) -> list[str]:
     return [setting.value] if isinstance(setting.value, str) else list(setting.value)
 
 
-def video_engine(resolved: Resolved, stage: SupervisedStage) -> VideoEngine:
-    """The front end of ``stage``."""
+def video_engine(resolved: Resolved, stages: Stages) -> VideoEngine:
+    """The front end of a pipeline that makes videos."""
+    stage = stages[resolved.pipeline.stage.name]
+    assert isinstance(stage, SupervisedDiffusion)
     request_model = load_reference(resolved.family.request)(resolved.checkpoint)
     return VideoEngine(stage, request_model, resolved.server.max_queued_requests)
 
 
-def make_app(resolved: Resolved, args: Namespace, stage: SupervisedStage, service: VideoService) -> FastAPI:
+def make_app(resolved: Resolved, args: Namespace, stages: Stages, service: VideoService) -> FastAPI:
     """vLLM's app with its general routes, Omni's routes, and the state that both need."""
     app: FastAPI = build_app(args, supported_tasks=(), model_config=None)
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in _TOKEN_ROUTES]
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) != "/health"]
-    app.include_router(stage_router(stage))
+    app.include_router(stage_router(stages))
     app.include_router(video_router(service))
     for name in resolved.server.allow_routes:
         routes = get_manager().http_routes(name)
         app.include_router(load_reference(routes.router)(service.engine))
     describe(app)
     state = app.state
-    state.engine_client = LauncherClient(stage, service)
+    state.engine_client = LauncherClient(stages, service)
     state.args = args
     state.log_stats = not args.disable_log_stats
     state.vllm_config = state.engine_client.vllm_config

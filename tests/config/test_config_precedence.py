@@ -55,7 +55,7 @@ def test_the_strongest_layer_that_speaks_wins_and_is_named(served, flags, sets, 
             ("deploy file d.yaml", deploy),
             ("family made-up", family | {"gain": 0.5}),
             ("platform hardware", platform),
-            ("omni default", DEFAULTS),
+            ("omni default", DEFAULTS["diffusion"]),
             (VLLM_DEFAULT, {name: argument.default for name, argument in ENGINE_ARGUMENTS.items()}),
         ]
         expected = next(Setting(values[key], source) for source, values in layers if key in values)

@@ -16,7 +16,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from omni_core.ar.messages import Frames, Piece, TalkerJob
-from omni_core.errors import EngineDied, GenerationCancelled
+from omni_core.config.model import VLLM_DEFAULT, Resolved, StageConfig
+from omni_core.errors import EngineDied, GenerationCancelled, StageStartError
+from omni_core.pipeline import TalkerStage
+from omni_core.plugins.declarations import load_reference
+from omni_core.speech.contract import SpeechModel
 from omni_core.vllm.engine import VllmEngine
 
 TextStream = AsyncIterator[Sequence[int]]
@@ -27,19 +31,21 @@ class TalkerEngine(VllmEngine):
     """One talker stage.
 
     Args:
-        num_code_groups: codes of a frame.
-        end_code: the first code that ends a request.
-        stand_in: a token that is never drawn; stands for the rows of a prompt.
+        resolved: what is served.
+        config: the stage's configuration.
+        model: what the family says of the checkpoint: code groups, end code, and a token that is never drawn.
     """
 
-    num_code_groups: int
-    end_code: int
-    stand_in: int
-
-    def describe(self, num_code_groups: int, end_code: int, stand_in: int) -> None:
-        """What the checkpoint says."""
-        self.num_code_groups, self.end_code, self.stand_in = num_code_groups, end_code, stand_in
+    def __init__(self, resolved: Resolved, config: StageConfig, model: SpeechModel[Any]) -> None:
+        self.num_code_groups, self.end_code, self.stand_in = model.num_code_groups, model.end_code, model.stand_in
         self._ended: list[str] = []
+        super().__init__(config.stage.name, resolved, engine_arguments(resolved, config, self.num_code_groups))
+        if not self.client.vllm_config.use_v2_model_runner:
+            self.close()
+            raise StageStartError(
+                f"stage {self.stage!r} cannot start: vLLM chose its old model runner, which has no hooks for talkers; "
+                "unset VLLM_USE_V2_MODEL_RUNNER and VLLM_TARGET_DEVICE, and see that Triton is installed"
+            )
 
     async def generate(
         self, job: TalkerJob, request_id: str, more_text: TextStream | None = None
@@ -150,3 +156,19 @@ class TalkerEngine(VllmEngine):
         if len(codes) >= room:
             return Frames(codes[:room], "length")
         return Frames(codes, completion.finish_reason if output.finished and not streaming else None)
+
+
+def engine_arguments(resolved: Resolved, config: StageConfig, num_code_groups: int) -> dict[str, Any]:
+    """The engine arguments of a resolved talker stage: what was configured, and what the core fixes."""
+    assert isinstance(config.stage, TalkerStage)
+    configured = {name: s.value for name, s in config.engine.items() if s.source != VLLM_DEFAULT}
+    return {
+        **configured,
+        "model": str(resolved.checkpoint.local_path()),
+        "served_model_name": configured.get("served_model_name") or [resolved.model],
+        "hf_overrides": load_reference(config.stage.config),
+        "skip_tokenizer_init": True,
+        "enable_prompt_embeds": True,  # so that the model state makes the inputs
+        "enable_prefix_caching": False,  # what a frame's code stands for is not in its token alone
+        "max_logprobs": max(20, num_code_groups),
+    }

@@ -18,6 +18,7 @@ from omni_core.config.model import VLLM_DEFAULT, Resolved
 from omni_core.diffusion.messages import Job, Report, StageSettings
 from omni_core.diffusion.results import ResultFolder
 from omni_core.errors import ConfigError, EngineDied, GenerationCancelled, StageStartError
+from omni_core.pipeline import DiffusionStage
 from omni_core.plugins.manager import get_manager
 from omni_core.vllm.diffusion.config import CONFIG_FORMAT
 from omni_core.vllm.engine import VllmEngine
@@ -97,6 +98,7 @@ class DiffusionEngine(VllmEngine):
 def engine_arguments(resolved: Resolved, results: str) -> dict[str, Any]:
     """The engine arguments of a resolved diffusion stage: what was configured, and what the core fixes."""
     config = resolved.stage
+    assert isinstance(config.stage, DiffusionStage) and config.attention_backend is not None
     configured = {name: s.value for name, s in config.engine.items() if s.source != VLLM_DEFAULT}
     ranks = configured.get("tensor_parallel_size", 1)
     if configured.get("distributed_executor_backend") == "ray" and not current_platform.ray_device_key:
