@@ -28,12 +28,12 @@ class GraphSettings:
 
     Attributes:
         buckets: batch sizes, ascending; a batch is padded to the next one, and larger ones run without.
-        max_chunk: of a chunk; longer ones spend their time in kernels.
+        max_frames: of a padded batch, all chunks together; larger ones spend their time in kernels and need memory.
         max_graphs: how many are kept; each holds its outputs, they share the rest.
     """
 
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    max_chunk: int = 32
+    max_frames: int = 512
     max_graphs: int = 32
 
 
@@ -81,9 +81,11 @@ class BatchedStep:
 
     def _graph(self, inputs: torch.Tensor) -> _Graph | None:
         settings, (batch, chunk) = self.settings, inputs.shape[:2]
-        if settings is None or chunk > settings.max_chunk or batch > settings.buckets[-1]:
+        if settings is None or batch > settings.buckets[-1]:
             return None
         bucket = next(size for size in settings.buckets if size >= batch)
+        if bucket * chunk > settings.max_frames:
+            return None
         if (bucket, chunk) not in self.graphs and len(self.graphs) < settings.max_graphs:
             self.graphs[bucket, chunk] = self._capture(inputs.new_zeros((bucket, *inputs.shape[1:])))
         return self.graphs.get((bucket, chunk))
