@@ -90,7 +90,7 @@ def measure(arguments: argparse.Namespace, network: CodecNetwork) -> None:
             times = rounds_of(steps, arguments.rounds)
             audio = batch * chunk * network.samples_per_frame / RATE / times[variants[0]]
             cells = [f"{times[name] * 1e3:.2f}" for name in variants]
-            print(f"| {batch} | {chunk} | " + " | ".join(cells) + f" | {audio:.0f} |", flush=True)
+            print(f"| {batch} | {chunk} | " + " | ".join(cells) + f" | {audio:.3g} |", flush=True)
             del steps
 
 

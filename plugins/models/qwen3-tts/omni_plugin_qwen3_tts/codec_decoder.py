@@ -66,7 +66,9 @@ class CodecDecoder(StageModule[DecoderState]):
         return cls(network, graphs=GraphSettings() if wanted else None)
 
     def open(self, options: Values) -> DecoderState:
-        """A session at its beginning; there are no options."""
+        """A session at its beginning. Raises ``ValueError`` for any option: there are none."""
+        if options:
+            raise ValueError(f"unknown options {', '.join(sorted(options))}; there are none")
         return DecoderState(torch.zeros(self.network.layout.size, dtype=self.dtype, device=self.device))
 
     def batch_key(self, state: DecoderState, values: Values) -> Hashable:

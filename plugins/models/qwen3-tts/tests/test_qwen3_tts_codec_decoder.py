@@ -117,6 +117,12 @@ class TestParity:
         audio = [push(decoder, [state], [chunk.numpy()])[0] for chunk in tensors["codes"].split(5)]
         assert worst(np.concatenate(audio), tensors["audio"]) < ROUNDING
 
+    @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.1), (torch.float16, 0.015)])
+    def test_samples_in_16_bits_are_near(self, checkpoint_of, golden_tensors, dtype, most):
+        tensors = golden_tensors("speech_tokenizer")
+        audio = stream(load(checkpoint_of("base"), dtype), tensors["decoder.codes"].numpy(), [4] * 6)
+        assert audio.dtype == np.float32 and ROUNDING < worst(audio, tensors["decoder.audio"]) < most
+
     @pytest.mark.parametrize("layer", ["first", "last"])
     def test_a_dropped_layer_shows(self, checkpoint_of, golden_tensors, layer):
         tensors = golden_tensors("speech_tokenizer")
@@ -306,6 +312,10 @@ class TestRefusals:
     def test_codes_that_are_none(self, decoder, codes, message):
         with pytest.raises(ValueError, match=message):
             decoder.batch_key(decoder.open({}), {"codes": codes})
+
+    def test_an_option_of_a_session(self, decoder):
+        with pytest.raises(ValueError, match="unknown options speed; there are none"):
+            decoder.open({"speed": 2})
 
     @pytest.fixture
     def folder(self, checkpoint_of, tmp_path):
