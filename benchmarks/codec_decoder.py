@@ -8,7 +8,8 @@ Prints for each batch and chunk: milliseconds per step of all sessions, from cod
 (median of the rounds, the variants in turn so that they see the same clocks), and seconds of audio that a second of
 "state, graph" makes. "state" is ours; "again" decodes 25 frames before each chunk once more, as the reference does when
 it decodes in chunks. "graph" replays CUDA graphs and is left out elsewhere, "eager" launches kernels one by one. Then
-the worst difference between chunks of 4 frames and the whole. Weights are random and made on the device.
+the worst differences between chunks of 4 frames and the whole, and between graphs and eager steps. Weights are random
+and made on the device.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def main() -> None:
         print(f"state of a session: {megabytes:.2f} MB")
         measure(arguments, network)
         print(f"chunks of 4 frames differ from the whole by {difference(network):.1e} at most, of 1")
+        if device.type == "cuda":
+            print(f"graphs differ from eager steps by {graph_difference(network):.1e} at most, of 1")
 
 
 def random_network(size: str, device: torch.device, dtype: torch.dtype) -> CodecNetwork:
@@ -131,6 +134,26 @@ def difference(network: CodecNetwork, frames: int = 96, chunk: int = 4) -> float
         return torch.cat([network(part, packed, at) for part, at in zip(chunks, where, strict=True)], dim=1).float()
 
     return float((decode(chunk) - decode(frames)).abs().max())
+
+
+def graph_difference(network: CodecNetwork) -> float:
+    """The worst of samples of sessions that take turns in batches, which fill a bucket or do not."""
+    weight = network.pre_conv.conv.weight
+    codes = torch.randint(network.codebook_size, (5, 16, network.groups), generator=torch.Generator().manual_seed(2))
+    turns = [([0], 4), ([0, 1, 2], 4), ([0, 1, 2, 3, 4], 1), ([1, 4, 0], 4), ([3], 4), ([2, 3], 1)]
+    heard = []
+    for graphs in (ANY, None):
+        decode = BatchedStep(network, network.layout.size, weight.dtype, weight.device, graphs)
+        states = list(torch.zeros(len(codes), network.layout.size, dtype=weight.dtype, device=weight.device))
+        positions, parts = [0] * len(codes), []
+        for rows, chunk in turns:
+            inputs = torch.stack([codes[row, positions[row] : positions[row] + chunk] for row in rows])
+            audio = decode(inputs, [states[row] for row in rows], [positions[row] for row in rows])
+            parts.append(audio.float().cpu().flatten())
+            for row in rows:
+                positions[row] += chunk
+        heard.append(torch.cat(parts))
+    return float((heard[0] - heard[1]).abs().max())
 
 
 if __name__ == "__main__":
