@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,8 +240,14 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def random_tensors(named: Named, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and weights, float32 on the generator's device; what goes through them keeps its size."""
+    for name, shape in named:
+        yield name, _random(name, shape, generator)
+
+
 def _write_weights(folder: Path, named: Named, generator: torch.Generator, dtype: torch.dtype) -> None:
-    tensors = {name: _random(name, shape, generator).to(dtype).cpu() for name, shape in named}
+    tensors = {name: tensor.to(dtype).cpu() for name, tensor in random_tensors(named, generator)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
