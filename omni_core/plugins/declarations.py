@@ -155,8 +155,11 @@ class Platform:
             ``omni_core.vllm.diffusion.runner.DiffusionModelRunner``.
         attention: ``"module:function"``, the platform's default attention
             (``omni_core.diffusion.contract.Attention``).
-        stage_defaults: engine arguments by kind of stage (``"diffusion"``) that suit this hardware.
+        stage_defaults: engine arguments by kind of stage (``"diffusion"``, ``"talker"``, ``"module"``) that suit this
+            hardware.
         environment: environment variables set for Omni's processes where the user has not set them.
+        capture: ``"module:function"``, ``function(work) -> (replay, result)``: records what a function without arguments
+            makes the device do, to be replayed at once; ``None`` where the hardware cannot.
     """
 
     name: str
@@ -165,10 +168,11 @@ class Platform:
     attention: str
     stage_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    capture: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self, self.name)
-        check_reference(self, diffusion_worker=self.diffusion_worker, attention=self.attention)
+        check_reference(self, diffusion_worker=self.diffusion_worker, attention=self.attention, capture=self.capture)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from omni_core.ar.messages import Frames, Piece, TalkerJob
+from omni_core.ar.messages import JOB_KEY, Frames, Piece, TalkerJob
 from omni_core.config.model import VLLM_DEFAULT, Resolved, StageConfig
 from omni_core.errors import EngineDied, GenerationCancelled, StageStartError
 from omni_core.pipeline import TalkerStage
@@ -171,4 +171,5 @@ def engine_arguments(resolved: Resolved, config: StageConfig, num_code_groups: i
         "enable_prompt_embeds": True,  # so that the model state makes the inputs
         "enable_prefix_caching": False,  # what a frame's code stands for is not in its token alone
         "max_logprobs": max(20, num_code_groups),
+        "additional_config": {JOB_KEY: {"capture": resolved.platform.capture}},
     }

@@ -1,14 +1,18 @@
-"""The code predictor, run as it is or as a CUDA graph for each batch size."""
+"""The code predictor, run as it is, or recorded for each batch size and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from omni_core.ar.contract import TalkerModel
 from omni_core.ar.sampling import sample_codes
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""See ``Platform.capture``."""
 
 
 @dataclass
@@ -48,7 +52,7 @@ class CodePredictor:
     def __init__(self, model: TalkerModel) -> None:
         self.model = model
         self._static: CodeInputs | None = None
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[Callable[[], None], torch.Tensor]] = {}
 
     def predict(self, inputs: CodeInputs) -> torch.Tensor:
         """int64 [n, code groups]; overwritten by the next call where it comes from a graph."""
@@ -58,8 +62,8 @@ class CodePredictor:
             return self._predict(inputs)
         for static, value in zip(self._static.head(count).tensors(), inputs.tensors(), strict=True):
             static.copy_(value)
-        graph, codes = self._graphs[size]
-        graph.replay()
+        replay, codes = self._graphs[size]
+        replay()
         return codes[:count]
 
     def _predict(self, inputs: CodeInputs) -> torch.Tensor:
@@ -71,8 +75,11 @@ class CodePredictor:
 
         return self.model.predict_codes(inputs.hidden, inputs.first, choose)
 
-    def capture(self, sizes: Sequence[int], hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Record a graph for each of ``sizes``; a batch uses the smallest that holds it."""
+    def capture(
+        self, record: Capture, sizes: Sequence[int], hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Record the prediction for each of ``sizes`` with the platform's ``record``; a batch uses the smallest that
+        holds it."""
         largest = max(sizes)
         whole = {"dtype": torch.int64, "device": device}
         real = {"dtype": torch.float32, "device": device}
@@ -86,11 +93,4 @@ class CodePredictor:
             top_p=torch.ones(largest, **real),
         )
         for size in sorted(sizes):
-            inputs = self._static.head(size)
-            for _ in range(2):
-                self._predict(inputs)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                codes = self._predict(inputs)
-            self._graphs[size] = (graph, codes)
+            self._graphs[size] = record(partial(self._predict, self._static.head(size)))

@@ -17,7 +17,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_core.ar.contract import TalkerModel
-from omni_core.ar.messages import Piece
+from omni_core.ar.messages import JOB_KEY, Piece
+from omni_core.plugins.declarations import load_reference
 from omni_core.vllm.ar.predictor import CodeInputs, CodePredictor
 from omni_core.vllm.ar.slots import Request, Rows
 
@@ -159,9 +160,12 @@ class TalkerModelState(DefaultModelState):
         )
 
     def capture_inner_cudagraphs(self, *arguments: Any, **options: Any) -> None:
+        capture = self.vllm_config.additional_config[JOB_KEY]["capture"]
+        if capture is None:
+            return
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         sizes = [size for size in sizes if size < self.max_num_reqs] + [self.max_num_reqs]
-        self.predictor.capture(sizes, self.inputs_embeds_size, self.dtype, self.device)
+        self.predictor.capture(load_reference(capture), sizes, self.inputs_embeds_size, self.dtype, self.device)
 
 
 class _FrameSampler:

@@ -21,7 +21,10 @@ def omni_platforms() -> list[Platform]:
             attention="omni_platform_cpu.attention:attention",
             # Few CPUs multiply bfloat16 fast, and vLLM would take it from the checkpoint.
             # Compiling takes minutes there and gains little.
-            stage_defaults={"diffusion": {"dtype": "float32", "enforce_eager": True}},
+            stage_defaults={
+                "diffusion": {"dtype": "float32", "enforce_eager": True},
+                "talker": {"dtype": "float32", "enforce_eager": True},
+            },
             # Diffusion has no key-value cache; vLLM's CPU worker would set half of the memory aside for one.
             environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
         )

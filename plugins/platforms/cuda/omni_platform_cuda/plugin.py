@@ -20,6 +20,7 @@ def omni_platforms() -> list[Platform]:
             diffusion_worker="omni_platform_cuda.worker:DiffusionWorker",
             attention="omni_platform_cuda.attention:attention",
             stage_defaults={"diffusion": {"dtype": "bfloat16", "enforce_eager": True}},
+            capture="omni_platform_cuda.graphs:capture",
         )
     ]
 
