@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ JOB_KEY = "omni"
 MAX_SEED = 2**62
 """Seeds are integers below this."""
 
+_MAX_TEXT_ID = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class TokenSampling:
@@ -30,10 +33,16 @@ class TokenSampling:
     top_p: float = 1.0
     repetition_penalty: float = 1.05
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(f"temperature and top_k must be at least 0 and top_p in (0, 1], got {self}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+
 
 @dataclass(frozen=True)
 class TalkerJob:
-    """One request.
+    """One request. What it holds is checked here, since a worker that cannot read it would die with its engine.
 
     Attributes:
         prompt: what the family's ``embed_prompt`` makes the prompt from: numbers, strings, lists, bytes.
@@ -44,6 +53,9 @@ class TalkerJob:
         seed: below ``MAX_SEED``.
         tokens: sampling of the first code group.
         codes: sampling of the others.
+
+    Raises:
+        ValueError: a number is out of range, or there is something that is not plain data.
     """
 
     prompt: Mapping[str, Any]
@@ -56,8 +68,40 @@ class TalkerJob:
     codes: CodeSampling = field(default_factory=CodeSampling)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < MAX_SEED:
-            raise ValueError(f"a seed must be an integer from 0 to {MAX_SEED - 1}, got {self.seed}")
+        for name, least, most in (
+            ("prompt_length", 1, None),
+            ("max_frames", 1, None),
+            ("min_frames", 0, None),
+            ("seed", 0, MAX_SEED - 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (most is not None and value > most):
+                limit = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"{name} must be an integer, {limit}, got {value!r}")
+        check_text(self.text)
+        check_plain("prompt", self.prompt)
+
+
+def check_text(text: Sequence[int]) -> None:
+    """Raise ``ValueError`` for what is no list of text ids."""
+    wrong = [one for one in text if type(one) is not int or not 0 <= one <= _MAX_TEXT_ID]
+    if wrong:
+        raise ValueError(f"text ids must be integers from 0 to {_MAX_TEXT_ID}, got {wrong[0]!r}")
+
+
+def check_plain(name: str, value: object) -> None:
+    """Raise ``ValueError`` for data that would not cross to a worker as it is: arrays, tensors, objects."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        for key, one in value.items():
+            check_plain(f"{name}[{key!r}]", one)
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            if type(one) is not int:
+                check_plain(f"{name}[{index}]", one)
+    else:
+        raise ValueError(f"{name} must be numbers, strings, bytes, and lists and dicts of them, not {type(value)}")
 
 
 @dataclass(frozen=True)
@@ -90,14 +134,10 @@ class Piece:
         return {JOB_KEY: {**values, "text": list(self.text), "ended": list(self.ended)}}
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> Piece:
-        """Read back what ``to_extra_args`` wrote.
-
-        Raises:
-            ValueError: the request did not come through Omni's front end.
-        """
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> Piece | None:
+        """Read back what ``to_extra_args`` wrote; ``None`` where it did not, as in requests of vLLM's own warm-up."""
         if not extra_args or JOB_KEY not in extra_args:
-            raise ValueError("this engine serves Omni's own requests only")
+            return None
         values = dict(extra_args[JOB_KEY])
         return cls(**{**values, "codes": CodeSampling(**values["codes"])})
 

@@ -6,6 +6,7 @@ drawn is therefore the same alone and in any batch, after a preemption, and howe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class CodeSampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(f"temperature and top_k must be at least 0 and top_p in (0, 1], got {self}")
 
 
@@ -36,16 +37,21 @@ def gumbel_noise(seeds: torch.Tensor, counters: torch.Tensor, num_candidates: in
     """Gumbel noise for every candidate of every row, float32 [n, num_candidates].
 
     Args:
-        seeds: int64 [n], of which the lower 62 bits count.
-        counters: int64 [n]; a row never uses one twice.
+        seeds: int64 [n], at least 0.
+        counters: int64 [n], below 2^32; a row never uses one twice.
         num_candidates: how many candidates there are.
     """
-    key = _mix(_mix(seeds & _MASK) ^ ((seeds >> 32) & _MASK))
-    key = _mix(key ^ (counters & _MASK)) ^ ((counters >> 32) & _MASK)
+    # 64 bits for each row, of which one half alone tells a seed's counters apart, and both together tell seeds apart.
+    one = _mix(_mix(seeds) ^ counters)
+    other = _mix(seeds ^ _mix((seeds >> 32) ^ one))
     candidate = torch.arange(num_candidates, dtype=torch.int64, device=seeds.device)
-    bits = _mix(_mix(key)[:, None] ^ _mix(candidate + 0x9E3779B9)[None, :])
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    bits = _mix((one[:, None] ^ _mix(candidate + 0x9E3779B9)[None, :]) + other[:, None])
+    return -torch.log(-torch.log(_uniform(bits)))
+
+
+def _uniform(bits: torch.Tensor) -> torch.Tensor:
+    """32 random bits to float32 between 0 and 1: 23 of them, so that neither end is ever reached by rounding."""
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +73,8 @@ def sample_codes(
 ) -> torch.Tensor:
     """One code per row: the likeliest where the temperature is 0, else a draw among the top-k and top-p candidates.
 
-    As in transformers, top-k comes first, and top-p keeps the smallest set of the likeliest that reaches its share.
+    As in transformers, top-k comes first and keeps all that are as likely as the last that it keeps, and top-p keeps
+    the smallest set of the likeliest that reaches its share.
 
     Args:
         logits: float [n, candidates].
@@ -84,8 +91,8 @@ def sample_codes(
     greedy = logits.argmax(dim=-1)
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[1], device=logits.device)
-    kept = (top_k[:, None] == 0) | (rank[None, :] < top_k[:, None])
+    last = ordered.gather(1, (top_k.clamp(max=logits.shape[1])[:, None] - 1).clamp(min=0))
+    kept = (top_k[:, None] == 0) | (ordered >= last)
     probabilities = ordered.masked_fill(~kept, float("-inf")).softmax(dim=-1)
     kept &= probabilities.cumsum(dim=-1) - probabilities < top_p[:, None]
     noisy = ordered + gumbel_noise(seeds, counters, logits.shape[1]).gather(1, order)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from vllm import SamplingParams
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs.engine import tokens_input
@@ -15,12 +15,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from omni_core.ar.messages import JOB_KEY, Frames, Piece, TalkerJob
+from omni_core.ar.messages import JOB_KEY, Frames, Piece, TalkerJob, check_text
 from omni_core.config.model import VLLM_DEFAULT, Resolved, StageConfig
-from omni_core.errors import EngineDied, GenerationCancelled, StageStartError
+from omni_core.errors import EngineDied, GenerationCancelled, GenerationError, RequestError, StageStartError
 from omni_core.pipeline import TalkerStage
 from omni_core.plugins.declarations import load_reference
 from omni_core.speech.contract import SpeechModel
+from omni_core.vllm.ar.channel import unpack_codes
 from omni_core.vllm.engine import VllmEngine
 
 TextStream = AsyncIterator[Sequence[int]]
@@ -56,9 +57,12 @@ class TalkerEngine(VllmEngine):
         the task that reads it, aborts the request in the engine.
 
         Raises:
+            RequestError: the prompt leaves no room for a frame.
             GenerationCancelled: the engine aborted the request.
+            GenerationError: the engine gave the request up.
             EngineDied: the stage died.
         """
+        job = self._fit(job)
         key = uuid.uuid4().hex
         told = tuple(self._ended)
         prompt: Any
@@ -86,6 +90,16 @@ class TalkerEngine(VllmEngine):
             raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
         finally:
             self._ended.append(key)
+
+    def _fit(self, job: TalkerJob) -> TalkerJob:
+        """The job with no more frames than there is room for behind its prompt."""
+        limit = int(self.client.vllm_config.model_config.max_model_len)
+        if job.prompt_length >= limit:
+            raise RequestError(
+                f"the request is too long: its prompt is {job.prompt_length} rows, and stage {self.stage!r} holds "
+                f"{limit} with the speech (max_model_len)"
+            )
+        return replace(job, max_frames=min(job.max_frames, limit - job.prompt_length))
 
     def _parameters(
         self, job: TalkerJob, key: str, text: Sequence[int], max_tokens: int, ended: Sequence[str], made: int = 0
@@ -135,6 +149,7 @@ class TalkerEngine(VllmEngine):
             return StreamingInput(prompt=tokens_input(tokens), sampling_params=parameters)
 
         async for more in more_text:
+            check_text(more)
             text += more
             if min(len(text) + 1, job.max_frames - 1) > granted:
                 yield piece(min(len(text) + 1, job.max_frames - 1))
@@ -145,12 +160,13 @@ class TalkerEngine(VllmEngine):
         completion = output.outputs[0]
         flat: Any = completion.logprobs
         tokens = completion.token_ids
-        rows = (
-            [flat.token_ids[begin:end] for begin, end in zip(flat.start_indices, flat.end_indices, strict=True)]
-            if flat
-            else []
-        )
-        codes = np.array(rows, dtype=np.int32).reshape(-1, self.num_code_groups)
+        codes = unpack_codes(flat.token_ids if flat else [], self.num_code_groups)
+        if completion.finish_reason == "abort":
+            raise GenerationCancelled(f"stage {self.stage!r} aborted request {output.request_id}")
+        if completion.finish_reason not in (None, "stop", "length"):
+            raise GenerationError(
+                f"stage {self.stage!r} gave request {output.request_id} up: {completion.finish_reason}"
+            )
         if self.end_code in tokens:
             return Frames(codes[: list(tokens).index(self.end_code)], "stop")
         if len(codes) >= room:

@@ -97,6 +97,11 @@ class Rows:
         self._changed = True
         return request
 
+    def add_nobody(self, slot: int) -> None:
+        """Give the slot to a request that is not kept."""
+        self._slot_rows[slot] = self.nobody
+        self._changed = True
+
     def forget(self, key: str) -> None:
         """Give up the row of a request that has ended; one that is not known is fine."""
         if (request := self.requests.pop(key, None)) is not None:

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from omni_core.ar.contract import TalkerModel
 from omni_core.ar.messages import JOB_KEY, Piece
 from omni_core.plugins.declarations import load_reference
+from omni_core.vllm.ar.channel import pack_codes
 from omni_core.vllm.ar.predictor import CodeInputs, CodePredictor
 from omni_core.vllm.ar.slots import Request, Rows
 
@@ -51,7 +52,11 @@ class TalkerModelState(DefaultModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
         parameters = new_req_data.sampling_params
-        request = self.rows.add(req_index, Piece.from_extra_args(parameters.extra_args if parameters else None))
+        piece = Piece.from_extra_args(parameters.extra_args if parameters else None)
+        if piece is None:  # vLLM's warm-up: it must run, and nobody looks at what comes of it
+            self.rows.add_nobody(req_index)
+            return
+        request = self.rows.add(req_index, piece)
         if new_req_data.num_computed_tokens < request.piece.prompt_length:
             request.prompt = self.talker.embed_prompt(request.piece.prompt)
             if len(request.prompt) != request.piece.prompt_length:
@@ -96,8 +101,8 @@ class TalkerModelState(DefaultModelState):
         """The rows of one request that computes its prompt, or frames anew."""
         begin, end = (int(n) for n in input_batch.query_start_loc_np[index : index + 2])
         first = int(input_batch.num_computed_tokens_np[index])
-        request = self._requests[int(input_batch.idx_mapping_np[index])]
-        if request.prompt is not None:
+        request = self._requests.get(int(input_batch.idx_mapping_np[index]))
+        if request is not None and request.prompt is not None:
             prompt = request.prompt[first : first + end - begin]
             self.inputs_embeds[begin : begin + len(prompt)] = prompt
             begin += len(prompt)
@@ -154,7 +159,7 @@ class TalkerModelState(DefaultModelState):
         keeping = torch.where(output.num_sampled[:count] > 0, rows, self.rows.nobody)
         self.rows.seen[keeping, first] = True
         output.logprobs_tensors = LogprobsTensors(
-            codes.to(torch.int32),
+            pack_codes(codes),
             torch.zeros(codes.shape, dtype=torch.float32, device=self.device),
             torch.zeros(count, dtype=torch.int32, device=self.device),
         )

@@ -38,7 +38,7 @@ class Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """``x``: [n, positions, hidden]; ``cos``, ``sin``: [positions, head_dim]. Gives the same, and a longer cache."""
+        """``x``: [n, positions, hidden]; ``cos``, ``sin``: [positions, head_dim]. Gives such, and a longer cache."""
         query, key, value = self.qkv_proj(self.input_layernorm(x)).split(self.sizes, dim=-1)
         query = _rotate(self.q_norm(self._heads(query)), cos, sin)
         key = torch.cat([cache[0], _rotate(self.k_norm(self._heads(key)), cos, sin)], dim=2)

@@ -1,7 +1,8 @@
 """From a request to the rows of a talker's prompt, as plain data: which text, which code and what voice on each row.
 
 The layout is the reference's (``qwen-tts`` 0.1.1, ``core/models/modeling_qwen3_tts.py``): instruction, role, a prefix
-of codec tokens with language and speaker beside text padding, then the text; in context, the reference's text and codes.
+of codec tokens with language and speaker beside text padding, then the text; in context, the reference's text and
+codes.
 """
 
 from __future__ import annotations
@@ -74,10 +75,13 @@ def build_prompt(
         whole_text: whether all of the text is in the prompt, or one token goes with each frame.
 
     Raises:
-        RequestError: the checkpoint has no such speaker or language; lists those that it has.
+        RequestError: the text is empty, or the checkpoint has no such speaker or language; lists those that it has.
     """
     talker = config.talker_config
     pad, bos, eos = config.tts_pad_token_id, config.tts_bos_token_id, config.tts_eos_token_id
+    spoken = list(text_ids[ROLE_TOKENS:-TAIL_TOKENS])
+    if not spoken:
+        raise RequestError("the text must not be empty", "input")
     rows = _Rows()
     for token in instruct_ids or ():
         rows.add(text=token)
@@ -91,11 +95,10 @@ def build_prompt(
     for token in prefix:
         rows.add(text=pad, codec=token)
     if speaker is not None:
-        rows.add(text=pad, codec=_speaker(talker, speaker))
+        rows.add(text=pad, codec=check_speaker(talker, speaker))
     elif voice is not None:
         rows.speaker_row = rows.add(text=pad)
     rows.add(text=bos, codec=talker.codec_pad_id)
-    spoken = list(text_ids[ROLE_TOKENS:-TAIL_TOKENS])
     if voice is not None and voice.codes is not None:
         trailing = _in_context(rows, talker, voice, spoken, (pad, eos), whole_text)
     elif whole_text:
@@ -157,27 +160,32 @@ class _Rows:
         }
 
 
-def _speaker(talker: Any, speaker: str) -> int:
+def check_speaker(talker: Any, speaker: str) -> int:
+    """The speaker's token. Raises ``RequestError`` with the speakers that there are."""
     found = talker.spk_id.get(speaker.lower())
     if found is None:
-        raise RequestError(f"voice {speaker!r} is unknown; this model has {', '.join(sorted(talker.spk_id))}", "voice")
+        known = ", ".join(sorted(talker.spk_id)) or "none"
+        raise RequestError(f"voice {speaker!r} is unknown; this model has {known}", "voice")
     return int(found)
 
 
 def _language(talker: Any, speaker: str | None, language: str | None) -> int | None:
     """The language's token; ``None`` lets the model find out. A speaker of a dialect speaks it in Chinese."""
-    name = (language or AUTO).lower()
+    name = check_language(talker, language)
     if name in (AUTO, "chinese") and speaker is not None:
         dialect = talker.spk_is_dialect.get(speaker.lower())
         if dialect:
             return int(talker.codec_language_id[dialect])
-    if name == AUTO:
-        return None
+    return None if name == AUTO else int(talker.codec_language_id[name])
+
+
+def check_language(talker: Any, language: str | None) -> str:
+    """The language's name, or ``auto``. Raises ``RequestError`` with the languages that there are."""
+    name = (language or AUTO).lower()
     if name not in languages(talker):
-        raise RequestError(
-            f"language {language!r} is unknown; this model has {', '.join(languages(talker))}", "language"
-        )
-    return int(talker.codec_language_id[name])
+        known = ", ".join(languages(talker))
+        raise RequestError(f"language {language!r} is unknown; this model has {known}", "language")
+    return name
 
 
 def languages(talker: Any) -> list[str]:
