@@ -158,8 +158,8 @@ class Platform:
         stage_defaults: engine arguments by kind of stage (``"diffusion"``, ``"talker"``, ``"module"``) that suit this
             hardware.
         environment: environment variables set for Omni's processes where the user has not set them.
-        capture: ``"module:function"``, ``function(work) -> (replay, result)``: records what a function without arguments
-            makes the device do, to be replayed at once; ``None`` where the hardware cannot.
+        capture: ``"module:function"``, ``function(work) -> (replay, result)``: records what a function without
+            arguments makes the device do, to be replayed at once; ``None`` where the hardware cannot.
     """
 
     name: str

@@ -227,7 +227,7 @@ class SpeechEngine:
             session = self.decoder.open()
             stack.callback(session.close)
             if utterance.before is not None:
-                await session.push({"codes": utterance.before})
+                await session.push({"codes": utterance.before, "silent": True})
             frames = await stack.enter_async_context(
                 aclosing(self.talker.generate(utterance.job, request_id))  # type: ignore[type-var]
             )

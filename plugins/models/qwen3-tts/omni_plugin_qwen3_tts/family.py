@@ -1,26 +1,57 @@
-"""How a Qwen3-TTS checkpoint is served: not yet."""
+"""How a Qwen3-TTS checkpoint is served. Import-light."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from omni_core.checkpoint import Checkpoint
-from omni_core.errors import UnsupportedCheckpoint
+from omni_core.errors import CheckpointError, UnsupportedCheckpoint
+from omni_core.pipeline import Edge, ModuleStage, Pipeline, Stage, TalkerStage
 
 if TYPE_CHECKING:
+    from omni_plugin_qwen3_tts.requests import Qwen3TTSRequest
     from omni_plugin_qwen3_tts.speech import Qwen3TTSSpeech
 
-REASON = "Qwen3-TTS is recognised, and not served yet"
+TOKENIZER = "qwen3_tts_tokenizer_12hz"
+CONTEXT = 8192
+"""Rows of prompt and speech together: eleven minutes."""
 
 
-def pipeline(checkpoint: Checkpoint) -> NoReturn:
-    """Raises ``UnsupportedCheckpoint``."""
-    raise UnsupportedCheckpoint(f"{checkpoint}: {REASON}")
+def pipeline(checkpoint: Checkpoint) -> Pipeline:
+    """Talker and decoder, and for voices of one's own an encoder of references.
+
+    Raises:
+        CheckpointError: a part of the checkpoint is missing.
+        UnsupportedCheckpoint: its speech tokenizer is another one.
+    """
+    config = checkpoint.read("config.json")
+    tokenizer = checkpoint.read("speech_tokenizer/config.json")
+    if not tokenizer:
+        raise CheckpointError(f"{checkpoint} has no speech_tokenizer/config.json: is the download complete?")
+    if tokenizer.get("model_type") != TOKENIZER:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint}: its speech tokenizer is {tokenizer.get('model_type')!r}; only {TOKENIZER!r} is supported"
+        )
+    stages: list[Stage] = [
+        TalkerStage(
+            "talker",
+            "omni_plugin_qwen3_tts.talker:stage_config",
+            defaults={"max_model_len": CONTEXT, "gpu_memory_utilization": 0.6},
+        ),
+        ModuleStage("decoder", "omni_plugin_qwen3_tts.codec_decoder:CodecDecoder", options={"cuda_graphs": True}),
+    ]
+    edges = [Edge("talker", "decoder", "codes", streams=True)]
+    if config.get("tts_model_type") == "base":
+        stages.append(ModuleStage("encoder", "omni_plugin_qwen3_tts.reference_encoder:ReferenceEncoder"))
+        edges += [Edge("encoder", "talker", "voice"), Edge("encoder", "decoder", "codes")]
+    return Pipeline(tuple(stages), tuple(edges))
 
 
-def request(checkpoint: Checkpoint) -> NoReturn:
-    """Raises ``UnsupportedCheckpoint``."""
-    raise UnsupportedCheckpoint(f"{checkpoint}: {REASON}")
+def request(checkpoint: Checkpoint) -> type[Qwen3TTSRequest]:
+    """The request class, the same for every checkpoint; ``speech`` knows what each can do."""
+    from omni_plugin_qwen3_tts.requests import Qwen3TTSRequest
+
+    return Qwen3TTSRequest
 
 
 def speech(checkpoint: Checkpoint) -> Qwen3TTSSpeech:

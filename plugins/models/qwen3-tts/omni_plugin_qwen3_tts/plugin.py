@@ -25,6 +25,7 @@ def omni_model_families() -> list[ModelFamily]:
             outputs=(Cardinality(Modality.AUDIO),),
             pipeline="omni_plugin_qwen3_tts.family:pipeline",
             request="omni_plugin_qwen3_tts.family:request",
+            speech="omni_plugin_qwen3_tts.family:speech",
         )
     ]
 
