@@ -35,7 +35,6 @@ class ModuleSettings:
         options: the family's own options of the stage.
         max_batch: the most sessions of a step.
         num_threads: threads of an operation on the CPU.
-        activate: ``"module:function"``, called before anything is loaded.
     """
 
     stage: str
@@ -46,7 +45,6 @@ class ModuleSettings:
     options: dict[str, Any] = field(default_factory=dict)
     max_batch: int = 64
     num_threads: int = 1
-    activate: str | None = None
 
 
 @dataclass
@@ -161,8 +159,6 @@ def run(settings: ModuleSettings, address: str) -> None:
 
 def _load(settings: ModuleSettings) -> StageModule[Any]:
     torch.set_num_threads(settings.num_threads)
-    if settings.activate is not None:
-        load_reference(settings.activate)()
     importlib.import_module(settings.module.partition(":")[0])
     context = ModuleContext(
         checkpoint=Path(settings.checkpoint),

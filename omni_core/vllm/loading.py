@@ -9,27 +9,22 @@ never in memory twice.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from omni_core.errors import CheckpointError
+from omni_core.weights import LOADABLE, listed, open_weights, weight_files
 
 ShardId = str | int
 NameOf = Callable[[str, ShardId | None], str]
 """``(parameter, shard) -> tensor name in the checkpoint``; ``shard`` is ``None`` for what is not fused."""
-
-LOADABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_SHOWN = 5
 
 
 def same_name(parameter: str, shard: ShardId | None) -> str:
@@ -58,7 +53,7 @@ def load_weights(module: nn.Module, folder: Path, name_of: NameOf = same_name) -
     filled: set[int] = set()
     with torch.no_grad():
         for file, entries in by_file.items():
-            with _open(file) as tensors:
+            with open_weights(file) as tensors:
                 for name, slot in entries:
                     slot.take(name, tensors.get_tensor(name), file, verify=id(slot) in filled)
                     filled.add(id(slot))
@@ -93,37 +88,6 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                     values[name] = real(value)
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Which file of ``folder`` holds each tensor, from the index where there is one.
-
-    Raises:
-        CheckpointError: there are no safetensors files, several without an index, or a shard is missing.
-    """
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
-    if len(indexes) > 1:
-        raise CheckpointError(
-            f"{folder}: more than one index of weights ({_listed(p.name for p in indexes)}); keep one"
-        )
-    if indexes:
-        return _files_of_index(indexes[0])
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        with _open(files[0]) as tensors:
-            return dict.fromkeys(tensors.keys(), files[0])
-    if files:
-        names = _listed(p.name for p in files)
-        raise CheckpointError(
-            f"{folder}: several weight files ({names}) but no *.safetensors.index.json; keep one file"
-        )
-    if pickled := sorted(folder.glob("*.bin")):
-        names = _listed(p.name for p in pickled)
-        raise CheckpointError(
-            f"{folder} holds only pickled weights ({names}), which can run code when loaded; "
-            "save the checkpoint again as safetensors"
-        )
-    raise CheckpointError(f"{folder}: no *.safetensors file")
-
-
 @dataclass(frozen=True)
 class _Slot:
     """Where one tensor of the checkpoint goes: a parameter, or one shard of a fused one."""
@@ -147,7 +111,7 @@ class _Slot:
             )
         if verify:
             if not torch.equal(self.parameter, tensor.to(self.parameter.device, self.parameter.dtype)):
-                raise CheckpointError(f"{file}: {_listed(self.names)} must be equal, since the model ties them")
+                raise CheckpointError(f"{file}: {listed(self.names)} must be equal, since the model ties them")
             return
         loader = getattr(self.parameter, "weight_loader", default_weight_loader)
         if self.shard is None:
@@ -197,49 +161,17 @@ def _check_names(folder: Path, slots: list[_Slot], files: Mapping[str, Path]) ->
     expected: set[str] = set()
     for slot in slots:
         if twice := expected.intersection(slot.names):
-            raise ValueError(f"two parameters would be filled from {_listed(sorted(twice))}")
+            raise ValueError(f"two parameters would be filled from {listed(sorted(twice))}")
         expected.update(slot.names)
     missing = [slot.names[0] for slot in slots if not any(name in files for name in slot.names)]
     unexpected = sorted(files.keys() - expected)
     complaints = [
-        f"{len(names)} {kind} ({_listed(names)})"
+        f"{len(names)} {kind} ({listed(names)})"
         for kind, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
     if complaints:
         raise CheckpointError(f"{folder}: the tensors do not fit the model: {', '.join(complaints)}")
-
-
-def _files_of_index(index: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): index.parent / str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors shards ({error!r})") from error
-    outside = sorted({file.name for file in files.values() if file.parent != index.parent})
-    if outside:
-        raise CheckpointError(f"{index} names files outside its folder: {_listed(outside)}")
-    absent = sorted({file.name for file in files.values() if not file.is_file()})
-    if absent:
-        raise CheckpointError(
-            f"{index} names files that are not there: {_listed(absent)}; download the checkpoint again"
-        )
-    for file in sorted(set(files.values())):
-        with _open(file) as tensors:
-            stored = set(tensors.keys())
-        said = {name for name, where in files.items() if where == file}
-        if stored != said:
-            raise CheckpointError(
-                f"{file}: holds other tensors than {index.name} says: {_listed(sorted(stored ^ said))}"
-            )
-    return files
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
 
 
 def _prepare(module: nn.Module) -> None:
@@ -251,9 +183,3 @@ def _prepare(module: nn.Module) -> None:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -57,5 +57,4 @@ def module_settings(resolved: Resolved, config: StageConfig) -> ModuleSettings:
         options={name: setting.value for name, setting in config.options.items()},
         max_batch=values["max_batch"],
         num_threads=values["num_threads"],
-        activate="omni_core.vllm.activate:activate",
     )

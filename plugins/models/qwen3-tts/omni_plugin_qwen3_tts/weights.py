@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from omni_core.errors import CheckpointError
-from omni_core.vllm.loading import LOADABLE, weight_files
+from omni_core.weights import LOADABLE, weight_files
 from omni_plugin_qwen3_tts.layout import Named
 
 ConfigT = TypeVar("ConfigT", bound=PreTrainedConfig)
