@@ -1,7 +1,7 @@
 """What a family supplies of a speech model in the front end's process: checks, the talker's job, the codec's numbers.
 
-The networks are elsewhere: the talker in an autoregressive stage, the codec's decoder and the reference encoder in module
-stages. Nothing here needs a device.
+The networks are elsewhere: the talker in an autoregressive stage, the codec's decoder and the reference encoder in
+module stages. Nothing here needs a device.
 """
 
 from __future__ import annotations
