@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from omni_core.errors import ConfigError
-from omni_core.http.jobs import LOCK, JobStore, VideoJob, new_job_id
+from omni_core.http.files import LOCK
+from omni_core.http.jobs import JobStore, VideoJob, new_job_id
 
 
 def make_job(**fields):

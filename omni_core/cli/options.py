@@ -55,6 +55,13 @@ def add_options(group: Any) -> None:
     )
     add("--video-ttl-seconds", type=int, metavar="N", help="How long a finished video is kept (3600).")
     add("--max-stored-videos", type=int, metavar="N", help="How many finished videos are kept (100).")
+    add(
+        "--voice-store",
+        metavar="DIR",
+        help="Folder of uploaded voices (a temporary folder that goes with the server).",
+    )
+    add("--max-stored-voices", type=int, metavar="N", help="How many uploaded voices are kept (1000).")
+    add("--max-batch-items", type=int, metavar="N", help="How many items a batch of speech may have (32).")
 
 
 class _OwnParser(argparse.ArgumentParser):

@@ -72,6 +72,10 @@ class ServerConfig:
             A folder of one's own outlives the server; two servers must not share one.
         video_ttl_seconds: how long a finished video is kept.
         max_stored_videos: how many finished videos are kept; the oldest goes first.
+        voice_store: folder of uploaded voices; ``None`` means a private temporary folder that goes with the server.
+            A folder of one's own outlives the server; two servers must not share one.
+        max_stored_voices: how many uploaded voices are kept; beyond it an upload is refused.
+        max_batch_items: how many items a batch of speech may have.
         allow_routes: names of the plugin HTTP routes that the operator allows.
         sources: where each of the above came from.
     """
@@ -80,6 +84,9 @@ class ServerConfig:
     video_store: Path | None = None
     video_ttl_seconds: int = 3600
     max_stored_videos: int = 100
+    voice_store: Path | None = None
+    max_stored_voices: int = 1000
+    max_batch_items: int = 32
     allow_routes: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 

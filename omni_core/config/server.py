@@ -20,6 +20,9 @@ _TYPES: Mapping[str, Any] = {
     "video_store": str | None,
     "video_ttl_seconds": int,
     "max_stored_videos": int,
+    "voice_store": str | None,
+    "max_stored_voices": int,
+    "max_batch_items": int,
     "allow_routes": list[str],
 }
 
@@ -47,8 +50,9 @@ def resolve_server(explicit: Mapping[str, Any], deploy: Deploy, spell: Spelling)
             values[name] = check_value(value, _TYPES[name], where)
             sources[name] = deploy.name if prefix else where
     _check_bounds(values, sources)
-    if values.get("video_store") is not None:
-        values["video_store"] = _store(values["video_store"], sources["video_store"])
+    for name in ("video_store", "voice_store"):
+        if values.get(name) is not None:
+            values[name] = _store(name, values[name], sources[name])
     if "allow_routes" in values:
         values["allow_routes"] = tuple(dict.fromkeys(values["allow_routes"]))
     return ServerConfig(**values, sources=sources)
@@ -65,10 +69,10 @@ def _check_bounds(values: Mapping[str, Any], sources: Mapping[str, str]) -> None
             raise ConfigError(f"{sources[name]}: {name} must be at least 1, got {value}")
 
 
-def _store(text: str, source: str) -> Path:
+def _store(name: str, text: str, source: str) -> Path:
     path = Path(text).expanduser().absolute()
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{source}: video_store {text!r} is not a folder")
+        raise ConfigError(f"{source}: {name} {text!r} is not a folder")
     if not path.exists() and not path.parent.is_dir():
-        raise ConfigError(f"{source}: video_store {text!r}: there is no folder {str(path.parent)!r} to make it in")
+        raise ConfigError(f"{source}: {name} {text!r}: there is no folder {str(path.parent)!r} to make it in")
     return path

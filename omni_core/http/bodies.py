@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -30,10 +30,17 @@ _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
 
-async def read_body(request: Request, model: type[VideoRequest]) -> tuple[dict[str, Any], bool]:
+def check_model(fields: Mapping[str, Any], models: Sequence[str]) -> None:
+    """Raise ``HttpError`` if ``fields`` name a model that is not among the served ones."""
+    model = fields.get("model")
+    if model is not None and model not in models:
+        raise HttpError(404, f"the model {model!r:.80} does not exist; this server has {', '.join(models)}", "model")
+
+
+async def read_body(request: Request, *, limit: int, files: Sequence[str] = ()) -> tuple[dict[str, Any], bool]:
     """The fields of a JSON object or of a form, and whether they are typed (JSON) or strings (form).
 
-    Uploaded files are bytes.
+    ``limit`` is the size of the largest body, ``files`` are the fields that a form may send as files, which are bytes.
 
     Raises:
         RequestError: the body is neither, or is malformed.
@@ -41,20 +48,25 @@ async def read_body(request: Request, model: type[VideoRequest]) -> tuple[dict[s
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind in _FORMS:
-        return await _read_form(request, kind, model), False
+        return await _read_form(request, kind, limit, files), False
     if kind != "application/json":
         raise RequestError(f"content type {kind!r} is not supported; send application/json or multipart/form-data")
-    raw = b"".join([chunk async for chunk in _bounded(request, _limit(model))])
+    raw = b"".join([chunk async for chunk in _bounded(request, limit)])
+    return read_object(raw, "the body"), True
+
+
+def read_object(text: str | bytes, what: str) -> dict[str, Any]:
+    """A JSON object. Raises ``RequestError``, in which it is called ``what``, for anything else."""
     try:
-        fields = json.loads(raw, object_pairs_hook=_unique)
+        fields = json.loads(text, object_pairs_hook=_unique)
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError("the body holds characters that are not Unicode (lone surrogates)") from None
+        raise RequestError(f"{what} holds characters that are not Unicode (lone surrogates)") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        raise RequestError(f"{what} is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(fields).__name__}")
-    return fields, True
+        raise RequestError(f"{what} must be a JSON object, got {type(fields).__name__}")
+    return fields
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -65,8 +77,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _limit(model: type[VideoRequest]) -> int:
-    return MAX_IMAGE_BODY_BYTES if image_fields(model) else MAX_BODY_BYTES
+async def read_video_body(request: Request, model: type[VideoRequest]) -> tuple[dict[str, Any], bool]:
+    """``read_body`` for a video of ``model``."""
+    if images := image_fields(model):
+        return await read_body(request, limit=MAX_IMAGE_BODY_BYTES, files=(*images, *ALIASES))
+    return await read_body(request, limit=MAX_BODY_BYTES)
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
@@ -86,14 +101,13 @@ async def _tail(chunks: AsyncGenerator[bytes, None], tail: bytearray) -> AsyncGe
         yield chunk
 
 
-async def _read_form(request: Request, kind: str, model: type[VideoRequest]) -> dict[str, Any]:
-    body = _bounded(request, _limit(model))
-    images = image_fields(model)
+async def _read_form(request: Request, kind: str, limit: int, files: Sequence[str]) -> dict[str, Any]:
+    body = _bounded(request, limit)
     try:
         if kind == "multipart/form-data":
             tail = bytearray()
             body = _tail(body, tail)
-            form = await MultiPartParser(request.headers, body, max_files=len(images) + 1, max_fields=100).parse()
+            form = await MultiPartParser(request.headers, body, max_files=len(files) + 1, max_fields=100).parse()
             if not bytes(tail).rstrip().endswith(b"--"):
                 await form.close()
                 raise RequestError("the form is cut short: its closing boundary is missing")
@@ -109,8 +123,8 @@ async def _read_form(request: Request, kind: str, model: type[VideoRequest]) -> 
             if name in fields:
                 raise RequestError(f"{name} is given twice", param=name)
             if isinstance(value, UploadFile):
-                if not images or name not in (*images, *ALIASES):
-                    takes = f"a file as {', '.join(images)}" if images else "no file"
+                if name not in files:
+                    takes = f"a file as {', '.join(files)}" if files else "no file"
                     raise RequestError(f"{name}: this model takes {takes}", param=name)
                 fields[name] = await value.read()
             else:

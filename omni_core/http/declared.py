@@ -118,11 +118,11 @@ def video_body(model: type[VideoRequest], models: list[str]) -> dict[str, Any]:
     required = schema.get("required", [])
     fields = {**schema["properties"], **_shared(models, {n: f.get_default() for n, f in model.model_fields.items()})}
     form = {name: field for name, field in fields.items() if name not in images}
-    in_json = {name: field if name in required else _nullable(field) for name, field in form.items()}
+    in_json = {name: field if name in required else nullable(field) for name, field in form.items()}
     for name in (*images, *ALIASES) if images else ():
         about = {"description": schema["properties"].get(name, {}).get("description", f"The same as {images[0]}.")}
         form[name] = {"type": "string", "format": "binary", **about}
-        in_json[name] = {**(_IMAGE if name in required else _nullable(_IMAGE)), **about}
+        in_json[name] = {**(_IMAGE if name in required else nullable(_IMAGE)), **about}
     form["extra_params"] = {"type": "string", "contentMediaType": "application/json", **_about(form["extra_params"])}
     content = {
         kind: {"schema": {**schema, "properties": properties}}
@@ -199,7 +199,7 @@ def _about(field: dict[str, Any]) -> dict[str, Any]:
     return {"description": field["description"]}
 
 
-def _nullable(field: dict[str, Any]) -> dict[str, Any]:
+def nullable(field: dict[str, Any]) -> dict[str, Any]:
     """``field``, or null."""
     inner = {
         name: value for name, value in field.items() if name not in ("title", "description", "default", "examples")

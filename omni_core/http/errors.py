@@ -40,7 +40,15 @@ class HttpError(Exception):
 
 def error_response(error: Exception) -> JSONResponse:
     """The answer for an error: 4xx where the client can mend it, 5xx otherwise; never an empty message."""
-    headers = {}
+    retry = getattr(error, "retry_after", None)
+    body = error_body(error)
+    return JSONResponse(
+        {"error": body}, status_code=body["code"], headers={} if retry is None else {"Retry-After": str(retry)}
+    )
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """What clients are told of an error; ``code`` is the status of the answer."""
     param = None
     if isinstance(error, HttpError):
         status, param = error.status, error.param
@@ -50,17 +58,12 @@ def error_response(error: Exception) -> JSONResponse:
         status = 400
     elif isinstance(error, QueueFull):
         status = 429
-        headers["Retry-After"] = str(error.retry_after)
-    elif isinstance(error, StageUnavailable):
-        status = 503
-        headers["Retry-After"] = str(error.retry_after)
-    elif isinstance(error, GenerationCancelled):
+    elif isinstance(error, StageUnavailable | GenerationCancelled):
         status = 503
     else:
         status = 500
     message = str(error) if isinstance(error, OmniError | HttpError) else f"{type(error).__name__}: {error}"
-    body = {"message": message, "type": ERROR_TYPES[status], "param": param, "code": status}
-    return JSONResponse({"error": body}, status_code=status, headers=headers)
+    return {"message": message, "type": ERROR_TYPES[status], "param": param, "code": status}
 
 
 class Route(APIRoute):

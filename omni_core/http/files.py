@@ -1,14 +1,34 @@
-"""An answer that is a file, with what has to happen once it is sent, however that ends."""
+"""Files: an answer that is one, with what has to happen once it is sent, however that ends; folders of one server."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from omni_core.diffusion.results import LOCK
+from omni_core.errors import ConfigError
 from omni_core.http.errors import HttpError, error_response
+
+
+def lock_folder(folder: Path, what: str) -> int:
+    """A descriptor that keeps other servers out of ``folder`` until it is closed.
+
+    Raises:
+        ConfigError: another server has it; calls the folder ``what``.
+    """
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(f"{what} {folder} is in use by another server") from None
+    return lock
 
 
 class FileAnswer(FileResponse):

@@ -6,7 +6,6 @@ are still there, and those that were under way are failed with the reason.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -19,8 +18,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from omni_core.diffusion.results import LOCK
-from omni_core.errors import ConfigError
+from omni_core.http.files import lock_folder
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
@@ -96,18 +94,9 @@ class JobStore:
         self.limit = limit
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._readers: Counter[str] = Counter()
-        self._lock = self._take_lock()
+        self._lock = lock_folder(self.folder, "the video store")
         self._jobs = self._load()
         self.expire()
-
-    def _take_lock(self) -> int:
-        lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise ConfigError(f"the video store {self.folder} is in use by another server") from None
-        return lock
 
     def close(self) -> None:
         """Let another server have the folder."""

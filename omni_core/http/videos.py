@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from omni_core.errors import OmniError
-from omni_core.http.bodies import read_body, to_request_values
+from omni_core.http.bodies import check_model, read_video_body, to_request_values
+from omni_core.http.clients import until_client_leaves
 from omni_core.http.declared import RANGE_HEADER, Deleted, JobPage, answers, file_answers, video_body
 from omni_core.http.errors import HttpError, Route
 from omni_core.http.files import FileAnswer
@@ -25,7 +25,6 @@ from omni_core.media import encode_mp4
 from omni_core.requests import VideoRequest
 from omni_core.runtime import Progress, Slot, VideoEngine, VideoOutput
 
-T = TypeVar("T")
 MP4 = "video/mp4"
 HEADERS = ("X-Request-Id", "X-Seed", "X-Inference-Time-S")
 """Of the answer of ``/v1/videos/sync``."""
@@ -51,12 +50,8 @@ class VideoService:
     async def read(self, request: Request) -> tuple[VideoRequest, Slot]:
         """Validate the body of a request and take a place for it."""
         request_model = self.engine.request_model
-        fields, typed = await read_body(request, request_model)
-        model = fields.get("model")
-        if model is not None and model not in self.models:
-            raise HttpError(
-                404, f"the model {model!r} does not exist; this server has {', '.join(self.models)}", "model"
-            )
+        fields, typed = await read_video_body(request, request_model)
+        check_model(fields, self.models)
         values = to_request_values(fields, request_model)
         parsed = self.engine.parse(with_placeholders(values, request_model), strict=typed)
         if image_fields(request_model):
@@ -145,31 +140,6 @@ async def write_mp4(output: VideoOutput, path: Path) -> None:
         raise
 
 
-async def run_until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await ``work``, cancelling it as soon as the client leaves.
-
-    Raises:
-        asyncio.CancelledError: the client left.
-    """
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(disconnected())
-    try:
-        await asyncio.wait([worker, watcher], return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise asyncio.CancelledError("the client left")
-        return worker.result()
-    finally:
-        watcher.cancel()
-        if not worker.done():
-            worker.cancel()
-            await asyncio.wait([worker])
-
-
 def video_router(service: VideoService) -> APIRouter:
     """The routes of ``service``."""
     router = APIRouter(tags=["videos"], route_class=Route)
@@ -196,11 +166,7 @@ def video_router(service: VideoService) -> APIRouter:
         parsed, slot = await service.read(request)
         begin = time.perf_counter()
         try:
-            output = await run_until_disconnect(request, service.engine.generate(parsed, slot=slot))
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            return Response(status_code=499)  # nobody reads it
+            output = await until_client_leaves(request.receive, service.engine.generate(parsed, slot=slot))
         finally:
             slot.release()  # the work did, unless it was cancelled before it began
         return await _file_answer(output, time.perf_counter() - begin)

@@ -29,15 +29,19 @@ from omni_core.errors import ConfigError
 from omni_core.http.declared import describe
 from omni_core.http.jobs import JobStore
 from omni_core.http.metrics import StageCollector
+from omni_core.http.speech import SpeechService, speech_router
 from omni_core.http.stages import stage_router
 from omni_core.http.videos import VideoService, video_router
+from omni_core.http.voices import VoiceStore
 from omni_core.media import check_encoder
+from omni_core.pipeline import DiffusionStage
 from omni_core.plugins.declarations import load_reference
 from omni_core.plugins.manager import get_manager
 from omni_core.runtime import VideoEngine
-from omni_core.stages import SupervisedDiffusion
+from omni_core.speech.engine import SpeechEngine
+from omni_core.stages import SupervisedDiffusion, SupervisedTalker
 from omni_core.supervisor import SupervisedStage
-from omni_core.vllm.media import ImageFetcher
+from omni_core.vllm.media import ImageFetcher, SoundFetcher
 from omni_core.vllm.stages import start_stages
 
 logger = init_logger(__name__)
@@ -45,7 +49,7 @@ logger = init_logger(__name__)
 Stages = Mapping[str, SupervisedStage[Any]]
 """The stages of the pipeline by name, the front one first."""
 
-PRIVATE_STORE = "omni-videos-"
+PRIVATE_STORE = "omni-store-"
 
 # Routes of the stock app that need a token model: they could only answer with a server error.
 _TOKEN_ROUTES = ("/tokenize", "/detokenize", "/v1/systemone", "/v1/decisions", "/invocations")
@@ -62,7 +66,8 @@ def serve(resolved: Resolved, args: Namespace) -> None:
         raise KeyboardInterrupt("terminated while starting")
 
     signal.signal(signal.SIGTERM, interrupt)  # until the launcher installs its own
-    check_encoder()
+    if isinstance(resolved.pipeline.stage, DiffusionStage):
+        check_encoder()
     with ExitStack() as stack:
         listen_address, sock = _listen(args)
         stack.callback(sock.close)
@@ -82,18 +87,30 @@ def _listen(args: Namespace) -> tuple[str, socket.socket]:
     return listen_address, sock
 
 
-def _open_store(resolved: Resolved, stack: ExitStack) -> JobStore:
-    """The store of videos: the operator's folder, or one of this server's own that goes with it."""
-    folder = resolved.server.video_store
-    if folder is None:
-        base = Path(tempfile.gettempdir())
-        sweep(base, PRIVATE_STORE)
-        folder = Path(tempfile.mkdtemp(prefix=PRIVATE_STORE, dir=base))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+def _folder(wanted: Path | None, prefix: str, stack: ExitStack) -> Path:
+    """The operator's folder, or one of this server's own that goes with it."""
+    if wanted is not None:
+        return wanted
+    base = Path(tempfile.gettempdir())
+    sweep(base, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _open_store(resolved: Resolved, stack: ExitStack) -> JobStore | VoiceStore:
+    """What the server keeps: videos, or uploaded voices."""
+    server = resolved.server
+    videos = isinstance(resolved.pipeline.stage, DiffusionStage)
+    folder = _folder(server.video_store if videos else server.voice_store, PRIVATE_STORE, stack)
     try:
-        store = JobStore(folder, ttl=resolved.server.video_ttl_seconds, limit=resolved.server.max_stored_videos)
+        store = (
+            JobStore(folder, ttl=server.video_ttl_seconds, limit=server.max_stored_videos)
+            if videos
+            else VoiceStore(folder, limit=server.max_stored_voices, checkpoint=str(resolved.checkpoint))
+        )
     except OSError as error:
-        raise ConfigError(f"cannot keep videos in {folder}: {error.strerror}") from None
+        raise ConfigError(f"cannot keep {'videos' if videos else 'voices'} in {folder}: {error.strerror}") from None
     stack.callback(store.close)
     return store
 
@@ -104,14 +121,23 @@ async def _serve(
     listen_address: str,
     sock: socket.socket,
     stages: Stages,
-    store: JobStore,
+    store: JobStore | VoiceStore,
 ) -> None:
     for stage in stages.values():
         stage.watch()
     with ExitStack() as stack:
-        engine = video_engine(resolved, stages)
-        service = VideoService(engine, store, served_names(resolved), _image_fetcher(resolved))
-        collector = StageCollector(stages, engine)
+        service: VideoService | SpeechService
+        engine_of = resolved.stage.engine
+        allowed = (engine_of["allowed_local_media_path"].value, engine_of["allowed_media_domains"].value)
+        if isinstance(store, JobStore):
+            service = VideoService(
+                video_engine(resolved, stages), store, served_names(resolved), ImageFetcher(*allowed)
+            )
+        else:
+            service = SpeechService(
+                speech_engine(resolved, stages), store, served_names(resolved), SoundFetcher(*allowed)
+            )
+        collector = StageCollector(stages, service.engine)
         REGISTRY.register(collector)
         stack.callback(REGISTRY.unregister, collector)
         app = make_app(resolved, args, stages, service)
@@ -143,11 +169,6 @@ def _address(listen_address: str, port: int | None, sock: socket.socket) -> str:
     return listen_address
 
 
-def _image_fetcher(resolved: Resolved) -> ImageFetcher:
-    engine = resolved.stage.engine
-    return ImageFetcher(engine["allowed_local_media_path"].value, engine["allowed_media_domains"].value)
-
-
 class LauncherClient:
     """What vLLM's launcher and its general routes use of an engine client: never dead, since stages are restarted."""
 
@@ -156,7 +177,7 @@ class LauncherClient:
     should_keep_api_server_alive = True
     vllm_config = SimpleNamespace(shutdown_timeout=0)
 
-    def __init__(self, stages: Stages, service: VideoService) -> None:
+    def __init__(self, stages: Stages, service: VideoService | SpeechService) -> None:
         self._stages, self._service = stages, service
         self._loop = asyncio.get_running_loop()
 
@@ -168,7 +189,8 @@ class LauncherClient:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the jobs, then the stages; the launcher calls this in a thread, on SIGINT and SIGTERM."""
-        asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result()
+        if isinstance(self._service, VideoService):
+            asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result()
         for stage in self._stages.values():
             stage.close()
 
@@ -189,13 +211,28 @@ def video_engine(resolved: Resolved, stages: Stages) -> VideoEngine:
     return VideoEngine(stage, request_model, resolved.server.max_queued_requests)
 
 
-def make_app(resolved: Resolved, args: Namespace, stages: Stages, service: VideoService) -> FastAPI:
+def speech_engine(resolved: Resolved, stages: Stages) -> SpeechEngine:
+    """The front end of a pipeline that speaks."""
+    modules: dict[str, Any] = dict(stages)
+    talker = stages[resolved.pipeline.stage.name]
+    assert isinstance(talker, SupervisedTalker) and resolved.family.speech is not None
+    return SpeechEngine(
+        load_reference(resolved.family.speech)(resolved.checkpoint),
+        load_reference(resolved.family.request)(resolved.checkpoint),
+        talker,
+        modules["decoder"],
+        modules.get("encoder"),
+        resolved.server.max_queued_requests,
+    )
+
+
+def make_app(resolved: Resolved, args: Namespace, stages: Stages, service: VideoService | SpeechService) -> FastAPI:
     """vLLM's app with its general routes, Omni's routes, and the state that both need."""
     app: FastAPI = build_app(args, supported_tasks=(), model_config=None)
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) not in _TOKEN_ROUTES]
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) != "/health"]
     app.include_router(stage_router(stages))
-    app.include_router(video_router(service))
+    app.include_router(video_router(service) if isinstance(service, VideoService) else speech_router(service))
     for name in resolved.server.allow_routes:
         routes = get_manager().http_routes(name)
         app.include_router(load_reference(routes.router)(service.engine))

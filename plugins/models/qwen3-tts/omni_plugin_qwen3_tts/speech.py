@@ -208,6 +208,11 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
             return None
         return {"codes": self._in_context(request), "embedding": True}
 
+    def voice_options(self, ref_text: str | None) -> Mapping[str, Any]:
+        if self.task != "Base":
+            raise RequestError(f"this checkpoint is of the kind {self.task}; only Base takes uploaded voices", "name")
+        return {"codes": ref_text is not None, "embedding": True}
+
     def utterance(self, request: Qwen3TTSRequest, reference: Mapping[str, Any] | None) -> Utterance:
         text_ids = self.text.text(request.input)
         instruct_ids = self.text.instruction(request.instruction) if request.instruction else []
