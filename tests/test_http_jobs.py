@@ -315,6 +315,22 @@ def test_forms_are_read_as_openais_client_sends_them(toy_server):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["image", "image"], "image is given twice"),
+        (["image", "input_reference"], "input_reference and image exclude each other"),
+        (["image", "image", "image"], "Too many files"),
+    ],
+)
+def test_an_image_too_many_is_refused(toy_server, names, message):
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "PNG")
+    files = [(name, ("a.png", buffer.getvalue(), "image/png")) for name in names]
+    answer = toy_server.http.post("/v1/videos", data={"prompt": "x"}, files=files)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.parametrize("colour", [(255, 128, 0), (255, 128, 0, 0)], ids=["opaque", "transparent"])
 def test_an_image_means_the_same_however_it_comes(toy_server, colour):
     buffer = io.BytesIO()
