@@ -55,13 +55,13 @@ class VideoService:
         model = fields.get("model")
         if model is not None and model not in self.models:
             raise HttpError(
-                404, f"the model {model!r} does not exist; this server has {', '.join(self.models)}", "model"
+                404, f"the model {model!r:.80} does not exist; this server has {', '.join(self.models)}", "model"
             )
         values = to_request_values(fields, request_model)
         parsed = self.engine.parse(with_placeholders(values, request_model), strict=typed)
         if image_fields(request_model):
             values = await fetch_images({**values, "seed": parsed.seed}, request_model, self.fetch)
-            parsed = self.engine.parse(values, strict=typed)
+            parsed = await asyncio.to_thread(self.engine.parse, values, strict=typed)  # it reads uploads
         return parsed, self.engine.admit()
 
     def submit(self, request: VideoRequest, slot: Slot) -> VideoJob:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+from pydantic_core import PydanticCustomError
+from vllm import envs
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMError
 from vllm.multimodal.media import MediaConnector
+from vllm.multimodal.media.base import MediaIO
 
 from omni_core.errors import RequestError
+from omni_core.images import InputImage
 
 
 class _NoRedirects(HTTPConnection):
@@ -17,6 +23,22 @@ class _NoRedirects(HTTPConnection):
 
     async def get_async_response(self, url: str, **options: Any) -> Any:
         return await super().get_async_response(url, **{**options, "allow_redirects": False})
+
+
+class _Decoder(MediaIO[InputImage]):
+    """Reads what was fetched as an upload is read. The connector calls it in a thread.
+
+    vLLM's own decodes before the size can be looked at, and puts transparent images on white.
+    """
+
+    def load_bytes(self, data: bytes) -> InputImage:
+        return InputImage.parse(data)
+
+    def load_base64(self, media_type: str, data: str) -> InputImage:
+        return self.load_bytes(base64.b64decode(data, validate=True))
+
+    def load_file(self, filepath: Path) -> InputImage:
+        return self.load_bytes(filepath.read_bytes())
 
 
 class ImageFetcher:
@@ -33,15 +55,19 @@ class ImageFetcher:
             connection=connection, allowed_local_media_path=allowed_local_path, allowed_media_domains=allowed_domains
         )
 
-    async def __call__(self, url: str) -> Any:
-        """The image at ``url`` as a PIL image.
+    async def __call__(self, url: str) -> InputImage:
+        """The image at ``url``.
 
         Raises:
             RequestError: it is not allowed, cannot be reached, or is no image.
         """
         shown = url if len(url) <= 100 else f"{url[:97]}..."
         try:
-            image = await self._connector.fetch_image_async(url)
+            image: InputImage = await self._connector.load_from_url_async(
+                url, _Decoder(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
+            )
+        except PydanticCustomError as error:
+            raise RequestError(f"cannot load {shown}: {error.message()}") from None
         except (VLLMError, ValueError, OSError, RuntimeError, aiohttp.ClientError, TimeoutError) as error:
             raise RequestError(f"cannot load {shown}: {error or type(error).__name__}") from None
-        return getattr(image, "media", image)
+        return image
