@@ -85,6 +85,8 @@ def _decode(data: bytes) -> Any:
     try:
         image = Image.open(io.BytesIO(data))
         _check_size(*image.size)
+        if image.format == "EPS":
+            raise ValueError("it is a program for Ghostscript, which is not run")
         return ImageOps.exif_transpose(image).convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if isinstance(error, PydanticCustomError):

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from enum import StrEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from omni_core.errors import EngineDied, GenerationError, OmniError, StageUnavailable
+from omni_core.errors import EngineDied, GenerationError, StageUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class SupervisedStage(Generic[EngineT]):
         self._watched: EngineT | None = None
         self._ended: asyncio.Future[None]
         self._restarting: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
 
     # Requests
 
@@ -97,15 +98,10 @@ class SupervisedStage(Generic[EngineT]):
 
     async def _wait(self, work: Awaitable[T], ended: asyncio.Future[None], request_id: str) -> T:
         """What ``work`` gives; the engine's end is not waited out."""
-        coming = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
-                return coming.result()
-        finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.wait((coming,))
+            return await _unless(ended, work)
+        except _Ended:
+            pass
         if self.state is StageState.STOPPED:
             raise StageUnavailable(f"stage {self.stage!r} was stopped while request {request_id} was in it")
         raise GenerationError(f"stage {self.stage!r} died while request {request_id} was in it")
@@ -146,14 +142,17 @@ class SupervisedStage(Generic[EngineT]):
     async def _restart(self) -> None:
         old, self._engine = self._engine, None
         if old is not None:
-            await asyncio.to_thread(old.close)
+            try:
+                await asyncio.to_thread(old.close)
+            except Exception:
+                logger.exception("stage %s: what is left of the engine that died cannot be stopped", self.stage)
         delay = 0.0
         while self.state is StageState.RESTARTING:
             await asyncio.sleep(delay)
             self.restarts += 1
             try:
                 self._engine = await asyncio.to_thread(self._start)
-            except (OmniError, RuntimeError, OSError, ValueError) as error:
+            except Exception as error:  # whatever it is: nobody else would start the stage again
                 delay = min(max(FIRST_DELAY, 2 * delay), LAST_DELAY)
                 self.reason = f"start {self.restarts} failed, the next is in {delay:g} s: {error}"
                 logger.error("stage %s: %s", self.stage, self.reason)
@@ -171,21 +170,34 @@ class SupervisedStage(Generic[EngineT]):
 
     async def sleep(self, level: int, mode: SleepMode) -> None:
         """Free device memory: with level 1 the weights go to host memory. Raises ``StageUnavailable``."""
-        engine = self._available()
-        self.state = StageState.ASLEEP
-        try:
-            await engine.sleep(level, mode)
-        except BaseException:
-            if self.state is StageState.ASLEEP:
-                self.state = StageState.RUNNING
-            raise
+        self._available()  # one that is about to sleep, or to wake, refuses at once
+        async with self._changing:
+            engine = self._available()
+            self.state = StageState.ASLEEP
+            try:
+                await self._change(engine.sleep(level, mode))
+            except BaseException:
+                if self.state is StageState.ASLEEP:
+                    self.state = StageState.RUNNING
+                raise
 
     async def wake_up(self) -> None:
-        """Undo ``sleep``; nothing to do where the stage is awake. Raises ``StageUnavailable`` where it is dead."""
-        if self.state is StageState.ASLEEP and self._engine is not None:
-            await self._engine.wake_up()
-            self.state = StageState.RUNNING
+        """Undo ``sleep``; nothing to do where the stage is awake. Raises ``StageUnavailable`` where it is dead.
+
+        A stage that is about to sleep falls asleep first: its engine would not give up what it has begun.
+        """
+        async with self._changing:
+            if self.state is StageState.ASLEEP and self._engine is not None:
+                await self._change(self._engine.wake_up())
+                if self.state is StageState.ASLEEP:
+                    self.state = StageState.RUNNING
         self._available()
+
+    async def _change(self, change: Awaitable[None]) -> None:
+        try:
+            await _unless(self._ended, change)
+        except _Ended:
+            raise StageUnavailable(f"stage {self.stage!r} ended while it was put to sleep or woken") from None
 
     def status(self) -> dict[str, Any]:
         """State, number of restarts, and why it does not run, as ``/health`` shows it."""
@@ -201,3 +213,21 @@ class SupervisedStage(Generic[EngineT]):
                 loop.call_soon_threadsafe(self._end_requests)
         if engine is not None:
             engine.close()
+
+
+class _Ended(Exception):
+    """The engine ended first."""
+
+
+async def _unless(ended: asyncio.Future[None], work: Awaitable[T]) -> T:
+    """What ``work`` gives, unless the engine ends first: an engine that has died leaves waiting who waits for it."""
+    coming = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+        if coming.done():
+            return coming.result()
+    finally:
+        if not coming.done():
+            coming.cancel()
+            await asyncio.wait((coming,))
+    raise _Ended

@@ -47,7 +47,7 @@ OF_VLLM = {"/load", "/version", "/kv_event_sources", "/metrics", "/v1/models", "
 def own_operations():
     """``GET /health`` and so on: every route that a module of ours makes."""
     engine = SimpleNamespace(request_model=ToyRequest)
-    routers = [stage_router(SimpleNamespace()), video_router(SimpleNamespace(engine=engine, models=["toy"]))]
+    routers = [stage_router({}), video_router(SimpleNamespace(engine=engine, models=["toy"]))]
     return {f"{method} {route.path}" for router in routers for route in router.routes for method in route.methods}
 
 

@@ -182,10 +182,15 @@ BAD = [
     ({"prompt": "x", "size": "32"}, "size"),
     ({"prompt": "x", "size": "32x"}, "size"),
     ({"prompt": "x", "size": 32}, "size"),
+    ({"prompt": "x", "size": "32x32x"}, "size"),
+    ({"prompt": "x", "size": "032x32"}, "size"),
+    ({"prompt": "x", "size": " 32x32"}, "size"),
     ({"prompt": "x", "size": "33x32"}, "width"),
     ({"prompt": "x", "size": "32x32", "width": 32}, "size"),
     ({"prompt": "x", "seconds": "soon"}, "seconds"),
     ({"prompt": "x", "seconds": -1}, "seconds"),
+    ({"prompt": "x", "seconds": True}, "seconds"),
+    ({"prompt": "x", "seconds": "3600"}, "seconds"),
     ({"prompt": "x", "seconds": "nan"}, "seconds"),
     ({"prompt": "x", "seconds": "100"}, "seconds"),
     ({"prompt": "x", "seconds": "1", "num_frames": 5}, "seconds"),
@@ -206,6 +211,11 @@ BAD = [
     ({"prompt": "x", "extra_params": {"model": "toy"}}, "model"),
     ({"prompt": "x", "seconds": 1, "fps": "nan"}, "fps"),
     ({"prompt": "x", "seconds": 1, "fps": 0}, "fps"),
+    ({"prompt": "x", "seconds": 1, "fps": [8]}, "fps"),
+    ({"prompt": "x", "seconds": 3000, "fps": 1e308}, "fps"),
+    ({"prompt": "x", "extra_params": '{"\\ud800": 1}'}, None),
+    ({"prompt": "x", "image": '{"image_url": "\\ud800"}'}, None),
+    ({"prompt": "x", "image": '{"image_url": "x", "image_url": "y"}'}, None),
 ]
 
 
@@ -216,14 +226,17 @@ def test_a_bad_field_is_named_with_what_is_allowed(toy_server, path, body, param
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["code"] == 400 and error["type"] == "BadRequestError"
-    assert param in error["message"]
+    assert (param or "lone surrogates") in error["message"] or "given twice" in error["message"]
     assert toy_server.http.get("/v1/videos").json()["data"] == [], "nothing was queued"
 
 
 @pytest.mark.parametrize(
     ("content", "kind"),
     [(b"{", "application/json"), (b"[]", "application/json"), (b"\xff", "application/json"), (b"x", "text/plain"),
-     (b"[" * 5000, "application/json"), (b"--x", "multipart/form-data"), (b"", "application/json")],
+     (b"[" * 5000, "application/json"), (b"--x", "multipart/form-data"), (b"", "application/json"),
+     (b'{"\\ud800": 1, "\\ud800": 1}', "application/json"),
+     (b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na\r\n--x--\r\n',
+      "multipart/form-data; boundary=x; charset=undefined")],
 )  # fmt: skip
 def test_a_body_that_is_no_object_is_a_bad_request(toy_server, content, kind):
     answer = toy_server.http.post("/v1/videos", content=content, headers={"content-type": kind})
@@ -255,6 +268,13 @@ def test_numbers_that_are_none_are_refused(toy_server):
         content = f'{{"prompt": "x", "step_seconds": {value}}}'
         answer = toy_server.http.post("/v1/videos", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "step_seconds"
+
+
+def test_a_name_given_twice_among_very_many_is_found_at_once(toy_server):
+    """As many names as fit, the last of them twice: to count each in turn held the whole server up for minutes."""
+    body = "{" + "".join(f'"k{i}":0,' for i in range(90000)) + '"z":0,"z":0}'
+    answer = toy_server.http.post("/v1/videos", content=body, headers={"content-type": "application/json"}, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "z is given twice"
 
 
 def test_a_body_that_is_too_large_is_refused(toy_server):
@@ -300,9 +320,26 @@ def test_forms_are_read_as_openais_client_sends_them(toy_server):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
 
 
-def test_an_image_means_the_same_however_it_comes(toy_server, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["image", "image"], "image is given twice"),
+        (["image", "input_reference"], "input_reference and image exclude each other"),
+        (["image", "image", "image"], "Too many files"),
+    ],
+)
+def test_an_image_too_many_is_refused(toy_server, names, message):
     buffer = io.BytesIO()
-    Image.new("RGB", (40, 30), (255, 128, 0)).save(buffer, "PNG")
+    Image.new("RGB", (40, 30)).save(buffer, "PNG")
+    files = [(name, ("a.png", buffer.getvalue(), "image/png")) for name in names]
+    answer = toy_server.http.post("/v1/videos", data={"prompt": "x"}, files=files)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("colour", [(255, 128, 0), (255, 128, 0, 0)], ids=["opaque", "transparent"])
+def test_an_image_means_the_same_however_it_comes(toy_server, colour):
+    buffer = io.BytesIO()
+    Image.new("RGBA" if len(colour) == 4 else "RGB", (40, 30), colour).save(buffer, "PNG")
     png = buffer.getvalue()
     url = "data:image/png;base64," + base64.b64encode(png).decode()
     fields = {"prompt": "a cat", "seed": "1"}

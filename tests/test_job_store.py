@@ -41,6 +41,16 @@ def test_a_job_is_what_was_put(store):
     assert json.loads((store.folder / f"{job.id}.json").read_text())["prompt"] == "p"
 
 
+def test_a_job_that_cannot_be_written_is_not_there(store, monkeypatch):
+    def full(job):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(store, "_write", full)
+    with pytest.raises(OSError, match="no space"):
+        store.put(make_job())
+    assert store.list() == []
+
+
 def test_completing_moves_the_file_into_place(store):
     job = completed(store)
     assert (job.status, job.progress) == ("completed", 100)

@@ -1,6 +1,7 @@
 """Images by URL: which hosts and files the server reads, and what becomes of those that are no image."""
 
 import asyncio
+import base64
 import io
 import threading
 import time
@@ -39,6 +40,8 @@ class Pages(BaseHTTPRequestHandler):
             "/cut.png": (200, png()[:20], 5000),
             "/huge": (200, b"x" * (2 << 20), None),
             "/wide.png": (200, png(9000, 1), None),
+            "/bomb.ppm": (200, b"P6 99999 99999 255\n", None),
+            "/program.eps": (200, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", None),
             "/broken": (500, b"", None),
         }.get(self.path, (404, b"", None))
         self.send_response(status)
@@ -134,7 +137,10 @@ def test_a_file_outside_the_allowed_folder_is_refused(ask, folder, path):
 
 
 @pytest.mark.serve
-@pytest.mark.parametrize("path", ["text", "empty", "half.png", "cut.png", "huge", "broken", "nothing", "slow"])
+@pytest.mark.parametrize(
+    "path",
+    ["text", "empty", "half.png", "cut.png", "huge", "broken", "nothing", "slow", "bomb.ppm", "program.eps"],
+)
 def test_what_is_no_image_is_refused(ask, server, pages, path):
     refused(ask(f"{pages.url}/{path}"))
     assert server.http.get("/health").status_code == 200
@@ -152,6 +158,13 @@ def test_an_image_that_is_too_large_is_refused(ask, pages):
 )
 def test_what_cannot_be_asked_is_refused(ask, url):
     refused(ask(url))
+
+
+def test_the_size_of_an_image_is_looked_at_before_it_is_read(monkeypatch):
+    url = "data:image/png;base64," + base64.b64encode(png(9000, 1)).decode()
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was read"))
+    with pytest.raises(RequestError, match="at most 8192 pixels"):
+        asyncio.run(ImageFetcher()(url))
 
 
 def test_no_file_is_read_without_an_allowed_folder(folder):

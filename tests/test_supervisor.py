@@ -151,6 +151,109 @@ def test_a_stage_that_sleeps_refuses_requests_until_it_is_woken():
     asyncio.run(work())
 
 
+class SlowEngine(FakeEngine):
+    """It falls asleep and wakes when a test says so; what is asked of one that has died is never answered."""
+
+    def __init__(self):
+        super().__init__()
+        self.may = asyncio.Event()
+
+    async def sleep(self, level, mode):
+        await self.may.wait()
+        await super().sleep(level, mode)
+
+    async def wake_up(self):
+        await self.may.wait()
+        await super().wake_up()
+
+
+def test_a_stage_that_is_woken_while_it_waits_to_sleep_ends_awake():
+    """vLLM's would sleep as soon as it is idle, woken or not."""
+
+    async def work():
+        engine = SlowEngine()
+        stage = SupervisedDiffusion(lambda: engine)
+        sleeping = asyncio.create_task(stage.sleep(1, "wait"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(StageUnavailable, match="asleep"):
+            await stage.sleep(1, "wait")
+        waking = [asyncio.create_task(stage.wake_up()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert stage.state == "asleep" and engine.slept == []
+        engine.may.set()
+        await asyncio.gather(sleeping, *waking)
+        assert stage.state == "running" and engine.slept == [(1, "wait"), "awake"]
+        stage.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("change", ["sleep", "wake_up"])
+def test_a_stage_that_dies_while_it_falls_asleep_or_wakes_is_started_again(change):
+    async def work():
+        engines = [SlowEngine(), FakeEngine()]
+        first = engines[0]
+        stage = SupervisedDiffusion(lambda: engines.pop(0))
+        if change == "wake_up":
+            first.may.set()
+            await stage.sleep(1, "abort")
+            first.may.clear()
+        changing = asyncio.create_task(stage.sleep(1, "wait") if change == "sleep" else stage.wake_up())
+        await asyncio.sleep(0.01)
+        first.die()
+        with pytest.raises(StageUnavailable, match="ended while"):
+            await asyncio.wait_for(changing, 1)
+        await until(lambda: stage.state == "running")
+        assert stage.restarts == 1 and first.closed and not engines
+        await stage.sleep(1, "abort")
+        await stage.wake_up()
+        stage.close()
+
+    asyncio.run(work())
+
+
+def test_a_stage_that_dies_as_it_wakes_is_not_taken_for_awake():
+    async def work():
+        class Engine(FakeEngine):
+            async def wake_up(self):
+                self.die()
+
+        engines = [Engine(), FakeEngine()]
+        stage = SupervisedDiffusion(lambda: engines.pop(0))
+        await stage.sleep(1, "abort")
+        with pytest.raises(StageUnavailable):
+            await stage.wake_up()
+        await until(lambda: stage.state == "running")
+        assert stage.restarts == 1 and not engines
+        stage.check_available()
+        stage.close()
+
+    asyncio.run(work())
+
+
+def test_whatever_goes_wrong_in_a_restart_it_is_tried_again():
+    async def work():
+        class Engine(FakeEngine):
+            def close(self):
+                raise KeyError("what was never there")
+
+        engines = [Engine(), EOFError("a pipe was closed"), FakeEngine()]
+
+        def start():
+            if isinstance(engine := engines.pop(0), Exception):
+                raise engine
+            return engine
+
+        stage = SupervisedDiffusion(start)
+        stage.watch()
+        stage._engine.die()
+        await until(lambda: stage.state == "running")
+        assert stage.restarts == 2
+        stage.close()
+
+    asyncio.run(work())
+
+
 def test_cancelling_a_request_closes_its_iterator():
     async def work():
         closed = asyncio.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -15,6 +14,7 @@ from starlette.formparsers import FormParser, MultiPartException, MultiPartParse
 from omni_core.errors import RequestError
 from omni_core.http.errors import HttpError
 from omni_core.http.images import ALIASES, image_fields, rename_aliases
+from omni_core.http.parsing import load_json, shown
 from omni_core.requests import FrameGrid, VideoRequest, describe_field, unknown_parameter
 
 SHARED = ("model", "size", "seconds", "extra_params")
@@ -25,6 +25,9 @@ MAX_BODY_BYTES = 1 << 20
 
 MAX_IMAGE_BODY_BYTES = 64 << 20
 """Largest body where the model takes images."""
+
+LONGEST = 3600
+"""What ``seconds`` has to stay below."""
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
@@ -58,22 +61,11 @@ async def read_body(request: Request, *, limit: int, files: Sequence[str] = ()) 
 def read_object(text: str | bytes, what: str) -> dict[str, Any]:
     """A JSON object. Raises ``RequestError``, in which it is called ``what``, for anything else."""
     try:
-        fields = json.loads(text, object_pairs_hook=_unique)
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{what} holds characters that are not Unicode (lone surrogates)") from None
+        fields = load_json(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{what} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(f"{what} must be a JSON object, got {type(fields).__name__}")
-    return fields
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RequestError(f"{next(n for n in names if names.count(n) > 1)} is given twice")
     return fields
 
 
@@ -115,17 +107,17 @@ async def _read_form(request: Request, kind: str, limit: int, files: Sequence[st
             form = await FormParser(request.headers, body).parse()
             if any(name.lstrip().startswith("{") for name in form):
                 raise RequestError("the body looks like JSON; send it with Content-Type: application/json")
-    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+    except (MultiPartException, KeyError, UnicodeError) as error:
         raise RequestError(f"the body is not a form: {error}") from None
     fields: dict[str, Any] = {}
     try:
         for name, value in form.multi_items():
             if name in fields:
-                raise RequestError(f"{name} is given twice", param=name)
+                raise RequestError(f"{shown(name)} is given twice", param=shown(name))
             if isinstance(value, UploadFile):
                 if name not in files:
                     takes = f"a file as {', '.join(files)}" if files else "no file"
-                    raise RequestError(f"{name}: this model takes {takes}", param=name)
+                    raise RequestError(f"{shown(name)}: this model takes {takes}", param=shown(name))
                 fields[name] = await value.read()
             else:
                 fields[name] = value
@@ -145,14 +137,13 @@ def to_request_values(fields: Mapping[str, Any], model: type[VideoRequest]) -> d
     rename_aliases(values, model)
     for name in values:
         if name not in model.model_fields:
-            shown = name if len(name) <= 80 else f"{name[:77]}..."
-            raise RequestError(unknown_parameter(shown, [*model.model_fields, *SHARED]), param=shown)
+            raise RequestError(unknown_parameter(shown(name), [*model.model_fields, *SHARED]), param=shown(name))
     values = {name: value for name, value in values.items() if value is not None}
     if (size := fields.get("size")) is not None:
         _exclusive(values, "size", "width", "height")
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if not match:
-            raise RequestError(f"size={size!r} must look like '832x480' (WIDTHxHEIGHT)", param="size")
+            raise RequestError(f"size={size!r:.80} must look like '832x480' (WIDTHxHEIGHT)", param="size")
         values["width"], values["height"] = int(match[1]), int(match[2])
     if (seconds := fields.get("seconds")) is not None:
         _exclusive(values, "seconds", "num_frames")
@@ -165,7 +156,7 @@ def _merge_extra(values: dict[str, Any], extra: Any) -> None:
         return
     if isinstance(extra, str):
         try:
-            extra = json.loads(extra, object_pairs_hook=_unique)
+            extra = load_json(extra)
         except (ValueError, RecursionError):
             extra = None
     if not isinstance(extra, dict):
@@ -184,23 +175,27 @@ def _exclusive(values: Mapping[str, Any], name: str, *others: str) -> None:
             raise RequestError(f"{name} and {other} exclude each other", param=name)
 
 
+def _positive(value: Any) -> float:
+    """A number, or a string that is one, as a float; -1 for anything else."""
+    try:
+        return -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1.0
+
+
 def _frames(seconds: Any, values: Mapping[str, Any], model: type[VideoRequest]) -> int:
     """The number of frames nearest to ``seconds`` that the model's grid allows."""
-    try:
-        duration = float(seconds) if not isinstance(seconds, bool) else -1.0
-        fps = float(values.get("fps", model.model_fields["fps"].default))
-    except (TypeError, ValueError, OverflowError):
-        duration, fps = -1.0, 1.0
-    if not 0 < fps < math.inf:
-        raise RequestError(f"fps={values['fps']!r}: {describe_field(model, 'fps')}", param="fps")
-    if not 0 < duration < 3600:
-        raise RequestError(f"seconds={seconds!r:.80} must be a number above 0 and below 3600", param="seconds")
+    duration, fps = _positive(seconds), _positive(values.get("fps", model.model_fields["fps"].default))
+    if not 0 < fps * LONGEST < math.inf:
+        raise RequestError(f"fps={values.get('fps')!r:.80}: {describe_field(model, 'fps')}", param="fps")
+    if not 0 < duration < LONGEST:
+        raise RequestError(f"seconds={seconds!r:.80} must be a number above 0 and below {LONGEST}", param="seconds")
     grids = [meta for meta in model.model_fields["num_frames"].metadata if isinstance(meta, FrameGrid)]
     frames = grids[0].nearest(duration * fps) if grids else max(1, round(duration * fps))
     schema = model.model_json_schema()["properties"]["num_frames"]
     if not schema.get("minimum", 1) <= frames <= schema.get("maximum", frames):
         raise RequestError(
-            f"seconds={seconds} at {fps:g} frames per second is {frames} frames; "
+            f"seconds={duration:g} at {fps:g} frames per second is {frames} frames; "
             f"num_frames: {describe_field(model, 'num_frames')}",
             param="seconds",
         )

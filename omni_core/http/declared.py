@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
-from omni_core.http.bodies import SHARED
+from omni_core.http.bodies import LONGEST, SHARED
 from omni_core.http.errors import ERROR_TYPES
 from omni_core.http.images import ALIASES, image_fields
 from omni_core.http.jobs import VideoJob
@@ -185,7 +185,7 @@ def _shared(models: list[str], defaults: dict[str, Any]) -> dict[str, Any]:
             **size,
         },
         "seconds": {
-            "type": ["string", "number"],
+            "anyOf": [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": LONGEST}, {"type": "string"}],
             "description": "Duration; the nearest allowed number of frames is taken.",
             **seconds,
         },

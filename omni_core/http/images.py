@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_args
 
 import numpy as np
 
 from omni_core.errors import RequestError
+from omni_core.http.parsing import load_json
 from omni_core.images import InputImage
 from omni_core.requests import VideoRequest
 
 ALIASES = ("input_reference", "image_reference")
 """OpenAI's name and the field's other name for the first image of a request."""
 
-Fetch = Callable[[str], Awaitable[Any]]
-"""Fetches an image by URL or data URL: a PIL image. Raises ``RequestError`` for one that it may not or cannot fetch."""
+Fetch = Callable[[str], Awaitable[InputImage]]
+"""Fetches an image by URL or data URL. Raises ``RequestError`` for one that it may not or cannot fetch."""
 
 _PLACEHOLDER = InputImage(np.zeros((16, 16, 3), np.uint8))
 
@@ -48,9 +48,12 @@ def rename_aliases(values: dict[str, Any], model: type[VideoRequest]) -> None:
 
 
 def with_placeholders(values: Mapping[str, Any], model: type[VideoRequest]) -> dict[str, Any]:
-    """``values`` with images that have to be fetched replaced, to check everything else before fetching."""
+    """``values`` without their images, to check everything else before any is fetched or read."""
     names = image_fields(model)
-    return {name: _PLACEHOLDER if name in names and _url(name, value) else value for name, value in values.items()}
+    return {
+        name: _PLACEHOLDER if name in names and (isinstance(value, bytes) or _url(name, value)) else value
+        for name, value in values.items()
+    }
 
 
 async def fetch_images(values: Mapping[str, Any], model: type[VideoRequest], fetch: Fetch) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def _url(name: str, value: Any) -> str | None:
     """The URL that a field's value names; ``None`` where it is the image itself."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
-            value = json.loads(value)
+            value = load_json(value)
         except (ValueError, RecursionError):
             raise RequestError(f"{name} must be a file, a URL, or an object with image_url", param=name) from None
     if isinstance(value, Mapping):

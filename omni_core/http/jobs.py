@@ -144,9 +144,13 @@ class JobStore:
 
     def put(self, job: VideoJob) -> None:
         """Add or replace a job. Progress of a running job is kept in memory only."""
-        known = self._jobs.pop(job.id) if job.ended else self._jobs.get(job.id)  # ended ones in the order of their end
+        known = self._jobs.get(job.id)
+        if known is None:
+            self._write(job)  # one that cannot be kept is not taken
+        elif job.ended:
+            del self._jobs[job.id]  # so that ended ones are in the order of their end
         self._jobs[job.id] = job
-        if known is None or known.status != job.status:
+        if known is not None and known.status != job.status:
             self._write(job)
         if known is None or job.ended:
             self.expire()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from omni_core.errors import RequestError, StageUnavailable
 from omni_core.http.declared import HealthAnswer, StagesAnswer, answers, json_body
 from omni_core.http.errors import Route
+from omni_core.http.parsing import load_json
 from omni_core.supervisor import SleepMode, StageState, SupervisedStage
 
 
@@ -76,7 +76,7 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
 async def _read(request: Request, model: type[Any]) -> Any:
     raw = await request.body()
     try:
-        return model.model_validate(json.loads(raw) if raw.strip() else {})
+        return model.model_validate(load_json(raw) if raw.strip() else {})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else None

@@ -56,7 +56,7 @@ class VideoService:
         parsed = self.engine.parse(with_placeholders(values, request_model), strict=typed)
         if image_fields(request_model):
             values = await fetch_images({**values, "seed": parsed.seed}, request_model, self.fetch)
-            parsed = self.engine.parse(values, strict=typed)
+            parsed = await asyncio.to_thread(self.engine.parse, values, strict=typed)  # it reads uploads
         return parsed, self.engine.admit()
 
     def submit(self, request: VideoRequest, slot: Slot) -> VideoJob:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import base64
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+from pydantic_core import PydanticCustomError
 from vllm import envs
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMError
-from vllm.multimodal.media import MediaConnector, MediaIO
+from vllm.multimodal.media import MediaConnector
+from vllm.multimodal.media.base import MediaIO
 
 from omni_core.audio import MAX_SOUND_BYTES, check_sound_size
 from omni_core.errors import RequestError
+from omni_core.images import InputImage
 
 T = TypeVar("T")
 
@@ -23,6 +26,22 @@ class _NoRedirects(HTTPConnection):
 
     async def get_async_response(self, url: str, **options: Any) -> Any:
         return await super().get_async_response(url, **{**options, "allow_redirects": False})
+
+
+class _Image(MediaIO[InputImage]):
+    """Reads what was fetched as an upload is read. The connector calls it in a thread.
+
+    vLLM's own decodes before the size can be looked at, and puts transparent images on white.
+    """
+
+    def load_bytes(self, data: bytes) -> InputImage:
+        return InputImage.parse(data)
+
+    def load_base64(self, media_type: str, data: str) -> InputImage:
+        return self.load_bytes(base64.b64decode(data, validate=True))
+
+    def load_file(self, filepath: Path) -> InputImage:
+        return self.load_bytes(filepath.read_bytes())
 
 
 class _Sound(MediaIO[bytes]):
@@ -57,25 +76,27 @@ class _Fetcher:
             connection=connection, allowed_local_media_path=allowed_local_path, allowed_media_domains=allowed_domains
         )
 
-    async def _load(self, url: str, work: Awaitable[T]) -> T:
+    async def _load(self, url: str, kind: MediaIO[T], timeout: float) -> T:
         shown = url if len(url) <= 100 else f"{url[:97]}..."
         try:
-            return await work
+            loaded: T = await self._connector.load_from_url_async(url, kind, fetch_timeout=timeout)
+        except PydanticCustomError as error:
+            raise RequestError(f"cannot load {shown}: {error.message()}") from None
         except (VLLMError, ValueError, OSError, RuntimeError, aiohttp.ClientError, TimeoutError) as error:
             raise RequestError(f"cannot load {shown}: {error or type(error).__name__}") from None
+        return loaded
 
 
 class ImageFetcher(_Fetcher):
     """Fetches images by URL, data URL, or, where the operator allows a folder, ``file:`` URL."""
 
-    async def __call__(self, url: str) -> Any:
-        """The image at ``url`` as a PIL image.
+    async def __call__(self, url: str) -> InputImage:
+        """The image at ``url``.
 
         Raises:
             RequestError: it is not allowed, cannot be reached, or is no image.
         """
-        image = await self._load(url, self._connector.fetch_image_async(url))
-        return getattr(image, "media", image)
+        return await self._load(url, _Image(), envs.VLLM_IMAGE_FETCH_TIMEOUT)
 
 
 class SoundFetcher(_Fetcher):
@@ -87,5 +108,4 @@ class SoundFetcher(_Fetcher):
         Raises:
             RequestError: it is not allowed, cannot be reached, or is too large.
         """
-        timeout = envs.VLLM_AUDIO_FETCH_TIMEOUT
-        return await self._load(url, self._connector.load_from_url_async(url, _Sound(), fetch_timeout=timeout))
+        return await self._load(url, _Sound(), envs.VLLM_AUDIO_FETCH_TIMEOUT)

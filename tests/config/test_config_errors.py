@@ -80,6 +80,10 @@ def test_a_wrong_set(configure, text, message):
         ({"headless": True}, "--headless cannot be used for .*--distributed-executor-backend ray"),
         ({"grpc": True}, "--grpc cannot be used for .*: Omni serves HTTP"),
         ({"data_parallel_size": 2}, "--data-parallel-size cannot be 2 for .*: only tensor parallelism"),
+        (
+            {"prefill_context_parallel_size": 2},
+            "--prefill-context-parallel-size cannot be 2 for .*: only tensor parallel",
+        ),
         ({"data_parallel_rank": 0}, "--data-parallel-rank cannot be set for .*: only tensor parallelism"),
     ],
 )

@@ -82,6 +82,12 @@ def test_a_broken_plugin_asked_for_by_name_is_an_error_that_names_it(site: Site)
     assert printed.startswith("PluginError plugin omni-plugin-bad 0.1.0 (entry point 'bad') is broken: ModuleNotFound")
 
 
+def test_a_broken_platform_is_an_error_that_names_it(site: Site) -> None:
+    site.distribution("omni-platform-cuda", entry_points={"cuda": "no_such_module"})
+    printed = site.python("try: manager.platform('cuda')\nexcept Exception as e: print(type(e).__name__, e)")
+    assert printed.startswith("PluginError plugin omni-platform-cuda 0.1.0 (entry point 'cuda') is broken: ModuleNot")
+
+
 def test_the_known_plugin_for_a_checkpoint_being_broken_is_an_error(site: Site, tmp_path: Path) -> None:
     """The table says whose the checkpoint is; that plugin is there but cannot be imported."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
