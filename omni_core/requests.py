@@ -80,7 +80,7 @@ class VideoRequest(BaseModel):
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="Seed of the noise; random where absent.")
 
 
-RequestT = TypeVar("RequestT", bound=VideoRequest)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse_request(model: type[RequestT], values: Mapping[str, Any], *, strict: bool = True) -> RequestT:
@@ -114,7 +114,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _explain(model: type[VideoRequest], name: str | None, error: Any) -> str:
+def _explain(model: type[BaseModel], name: str | None, error: Any) -> str:
     if name is None:
         return str(error["msg"])
     if error["type"] == "extra_forbidden":

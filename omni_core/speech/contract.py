@@ -1,7 +1,7 @@
 """What a family supplies of a speech model in the front end's process: checks, the talker's job, the codec's numbers.
 
-The networks are elsewhere: the talker in an autoregressive stage, the codec's decoder and the reference encoder in module
-stages. Nothing here needs a device.
+The networks are elsewhere: the talker in an autoregressive stage, the codec's decoder and the reference encoder in
+module stages. Nothing here needs a device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from omni_core.ar.messages import TalkerJob
 from omni_core.checkpoint import Checkpoint
+from omni_core.errors import RequestError
 from omni_core.speech.requests import SpeechRequest
 
 RequestT = TypeVar("RequestT", bound=SpeechRequest)
@@ -71,3 +72,11 @@ class SpeechModel(ABC, Generic[RequestT]):
     @abstractmethod
     def utterance(self, request: RequestT, reference: Mapping[str, Any] | None) -> Utterance:
         """What the stages are asked for; ``reference`` is the reference encoder's output, or that of a stored voice."""
+
+    def voice_options(self, ref_text: str | None) -> Mapping[str, Any]:
+        """What the reference encoder is asked beside the sample of a voice that is uploaded.
+
+        ``ref_text`` is what is said in the sample, if that is known. What the encoder answers is kept, and comes back
+        as ``SpeechRequest.stored_voice``. Raises ``RequestError`` where this checkpoint takes no such voice.
+        """
+        raise RequestError("this model takes no uploaded voices", "audio_sample")

@@ -145,7 +145,7 @@ class SpeechEngine:
         Raises:
             RequestError: with the field at fault.
         """
-        request: SpeechRequest = parse_request(self.request_model, values, strict=strict)  # type: ignore[type-var]
+        request = parse_request(self.request_model, values, strict=strict)
         if request.seed is None:
             request = request.model_copy(update={"seed": secrets.randbelow(MAX_SEED)})
         if request.reference is not None and self.encoder is None:
