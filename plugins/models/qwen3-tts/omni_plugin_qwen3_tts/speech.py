@@ -163,7 +163,7 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
         if request.stored_voice is not None:
             if self._in_context(request) and request.stored_voice.get("codes") is None:
                 raise RequestError(
-                    f"voice {request.voice!r} was stored as an embedding alone, which ref_text does not go with",
+                    "the voice was stored as an embedding alone, which does not go with ref_text; upload both",
                     "ref_text",
                 )
             return
@@ -210,8 +210,8 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
 
     def voice_options(self, ref_text: str | None) -> Mapping[str, Any]:
         if self.task != "Base":
-            raise RequestError(f"this checkpoint is of the kind {self.task}; only Base takes uploaded voices", "name")
-        return {"codes": ref_text is not None, "embedding": True}
+            raise RequestError(f"uploaded voices are of the task Base; this is a {self.task} model", "audio_sample")
+        return {"codes": bool((ref_text or "").strip()), "embedding": True}
 
     def utterance(self, request: Qwen3TTSRequest, reference: Mapping[str, Any] | None) -> Utterance:
         text_ids = self.text.text(request.input)
