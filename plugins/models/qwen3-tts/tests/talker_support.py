@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -16,12 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FRAMES = 24
 ARGUMENTS = {
-    "skip_tokenizer_init": True,
-    "enable_prompt_embeds": True,
-    "enable_prefix_caching": False,
-    "max_logprobs": 32,
-    "dtype": "float32",
-    "enforce_eager": True,
     "max_model_len": 512,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
@@ -38,24 +31,25 @@ class RunningTalker:
     """
 
     def __init__(self, folder, **arguments):
-        from omni_core.checkpoint import Checkpoint
-        from omni_core.plugins.manager import get_manager
+        from omni_core.config.startup import check_versions
+
+        check_versions(allow_version_mismatch=False)  # before vLLM is imported
         from omni_core.vllm.ar.engine import TalkerEngine
-        from omni_plugin_qwen3_tts.config import Qwen3TTSConfig
-        from omni_plugin_qwen3_tts.talker import stage_config
+        from omni_core.vllm.arguments import resolve_for_api
+        from omni_plugin_qwen3_tts.family import speech
 
         self.folder = folder
-        self.config = Qwen3TTSConfig(**Checkpoint(folder).read("config.json"))
-        resolved = SimpleNamespace(platform=get_manager().platform("cpu"), family=get_manager().family("qwen3-tts"))
-        arguments = {"model": str(folder), "hf_overrides": stage_config, **ARGUMENTS, **arguments}
-        self.loop = asyncio.new_event_loop()
         self.environment = dict(os.environ)
-        self.engine = self.run(self._start(TalkerEngine, resolved, arguments))
-        talker = self.config.talker_config
-        self.engine.describe(talker.num_code_groups, talker.codec_eos_token_id, talker.codec_pad_id)
+        resolved = resolve_for_api(
+            str(folder), deploy=None, overrides={}, allow_version_mismatch=False, engine={**ARGUMENTS, **arguments}
+        )
+        model = speech(resolved.checkpoint)
+        self.config = model.config
+        self.loop = asyncio.new_event_loop()
+        self.engine = self.run(self._start(TalkerEngine, resolved, resolved.stage, model))
 
-    async def _start(self, cls, resolved, arguments):
-        return cls("talker", resolved, arguments)
+    async def _start(self, cls, *arguments):
+        return cls(*arguments)
 
     def run(self, work, seconds=240):
         """The result of a coroutine."""
