@@ -20,6 +20,7 @@ from websockets.sync.client import connect
 
 from omni_core.audio import FORMATS, encode_sound
 from omni_core.errors import ConfigError, RequestError
+from omni_core.http import speech_answers
 from omni_core.http.voices import VoiceStore
 
 SPEECH, BATCH, VOICES = "/v1/audio/speech", "/v1/audio/speech/batch", "/v1/audio/voices"
@@ -241,6 +242,18 @@ def test_a_client_that_leaves_before_any_sound_cancels_the_work(server):
     )
     wait_for(lambda: server.engine.running == 0, 0.9, "the end of the work")
     assert server.engine.ended["cancelled"] == ended + 1
+
+
+def test_a_client_that_takes_nothing_is_dropped(server, monkeypatch):
+    monkeypatch.setattr(speech_answers, "SEND_SECONDS", 0.3)
+    made = server.talker.made
+
+    def wait(connection):
+        wait_for(lambda: server.talker.made > made)
+        wait_for(lambda: server.engine.running == 0, 20, "the end of the work")
+
+    leave(server, {"input": "x" * 1000, "frames": 4000, "frame_seconds": 0.0001, "response_format": "pcm",
+                   "sample_rate": 48000, "speed": 0.25}, wait)  # fmt: skip
 
 
 def test_one_request_too_many_is_turned_away(start):
