@@ -297,6 +297,7 @@ BAD = [
     ({"voice": 3}, "voice"),
     ({"voice": {"name": "ann"}}, "voice"),
     ({"voice": {"id": 3}}, "voice"),
+    ({"voice": {"id": None}}, "voice"),
     ({"voice": "v" * 65}, "voice"),
     ({"response_format": "ogg"}, "response_format"),
     ({"response_format": 3}, "response_format"),
@@ -489,7 +490,10 @@ def test_a_batch_answers_each_item_with_its_own_fields(server):
     ("body", "param"),
     [({}, "items"), ({"items": []}, "items"), ({"items": "x"}, "items"), ({"items": ["x"]}, "items"),
      ({"items": [{"input": "x"}] * 33}, "items"), ({"items": [{"input": "x"}], "input": "y"}, "input"),
-     ({"items": [{"input": "x"}], "stream": True}, "stream"), ({"items": [{"input": "x"}], "nope": 1}, "nope")],
+     ({"items": [{"input": "x"}], "stream": True}, "stream"), ({"items": [{"input": "x"}], "nope": 1}, "nope"),
+     ({"items": [{"input": "x"}], "speed": 9}, "speed"), ({"items": [{"input": "x"}], "voice": 3}, "voice"),
+     ({"items": [{"input": "x"}], "task_type": "Sing"}, "task_type"),
+     ({"items": [{"input": "x"}], "ref_audio": 3}, "ref_audio")],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_a_bad_batch_is_refused_as_a_whole(server, body, param):
