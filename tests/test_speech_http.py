@@ -19,7 +19,7 @@ from speech_fakes import CLONED, PITCHES, RATE, SAMPLES, SpeechServer
 from websockets.sync.client import connect
 
 from omni_core.audio import FORMATS, encode_sound
-from omni_core.errors import ConfigError, RequestError
+from omni_core.errors import ConfigError, GenerationError, RequestError
 from omni_core.http import speech_answers
 from omni_core.http.voices import VoiceStore
 
@@ -844,3 +844,16 @@ def test_every_field_is_declared(server):
     batch = paths[BATCH]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert batch["properties"]["items"]["maxItems"] == 32 and "stream" not in batch["properties"]
     assert "audio_sample" in str(paths[VOICES]["post"]["requestBody"])
+
+
+def test_a_voice_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    store = VoiceStore(tmp_path, limit=3)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("omni_core.http.voices.os.replace", full)
+    with pytest.raises(GenerationError, match="No space left"):
+        store.add("dora", {"pitch": np.array(3)}, consent="yes")
+    assert store.list() == [] and list(tmp_path.glob("dora*")) == []
+    store.close()
