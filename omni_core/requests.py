@@ -145,6 +145,8 @@ def describe_field(model: type[BaseModel], name: str) -> str:
     if schema.get("format") == "binary":
         return str(schema["description"])
     low, high = schema.get("minimum"), schema.get("maximum")
+    if high is None and schema.get("type") == "integer" and "exclusiveMaximum" in schema:
+        high = schema["exclusiveMaximum"] - 1
     if "exclusiveMinimum" in schema:
         words.append(f"above {schema['exclusiveMinimum']}")
     if low is not None and high is not None:

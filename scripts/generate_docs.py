@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import BaseModel
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "models" / "wan22")]
 
@@ -30,11 +32,16 @@ from omni_core.config.resolve import as_flag  # noqa: E402
 from omni_core.config.server import server_settings  # noqa: E402
 from omni_core.http.jobs import VideoJob  # noqa: E402
 from omni_core.http.metrics import StageCollector  # noqa: E402
+from omni_core.http.speech import speech_router  # noqa: E402
+from omni_core.http.speech_bodies import Delivery, VoiceUpload, client_fields  # noqa: E402
+from omni_core.http.speech_declared import HEADERS  # noqa: E402
 from omni_core.http.stages import stage_router  # noqa: E402
 from omni_core.http.videos import video_router  # noqa: E402
+from omni_core.http.voices import StoredVoice  # noqa: E402
 from omni_core.plugins import hookspecs  # noqa: E402
 from omni_core.requests import VideoRequest, describe_field  # noqa: E402
 from omni_core.runtime import RequestRecord  # noqa: E402
+from omni_core.speech.requests import SpeechRequest  # noqa: E402
 from omni_plugin_wan22.request import MAX_AREA  # noqa: E402
 from omni_plugin_wan22.request import request as wan_request  # noqa: E402
 
@@ -94,31 +101,69 @@ def wan22_request(argument: str) -> str:
     return table(("field", "allowed", "default", "meaning"), rows) + area
 
 
-def _allowed(model: type[VideoRequest], name: str) -> str:
+def _allowed(model: type[BaseModel], name: str) -> str:
     text = re.sub(r"; default .*$", "", describe_field(model, name))
     return text.replace("9223372036854775807", "2^63 - 1")
 
 
-def _default(model: type[VideoRequest], name: str) -> str:
+def _default(model: type[BaseModel], name: str) -> str:
     field = model.model_fields[name]
     if field.is_required():
         return "required"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
     return {None: "none", "": "empty"}.get(field.default, f"{field.default}")
 
 
 def routes(argument: str) -> str:
-    """The routes of the videos API (``videos``) or those about the stages (``stages``)."""
+    """The routes of the videos API (``videos``), of speech (``speech``) or those about the stages (``stages``)."""
     if argument == "stages":
         router = stage_router(SimpleNamespace())  # type: ignore[arg-type]
+    elif argument == "speech":
+        engine = SimpleNamespace(request_model=SpeechRequest)
+        service = SimpleNamespace(engine=engine, models=["model"], max_batch_items=ServerConfig().max_batch_items)
+        router = speech_router(service)  # type: ignore[arg-type]
     else:
         engine = SimpleNamespace(request_model=VideoRequest)
         router = video_router(SimpleNamespace(engine=engine, models=["model"]))  # type: ignore[arg-type]
     rows = [
         (f"`{method} {route.path}`", inspect.cleandoc(route.endpoint.__doc__ or ""))  # type: ignore[attr-defined]
         for route in router.routes
-        for method in sorted(route.methods)  # type: ignore[attr-defined]
+        for method in sorted(getattr(route, "methods", None) or {"WebSocket"})
     ]
     return table(("route", "what it does"), rows)
+
+
+def speech_request(argument: str) -> str:
+    """Every field that a request for speech has, whatever the model."""
+    return _field_table((SpeechRequest, Delivery), client_fields(SpeechRequest, Delivery))
+
+
+def voice_upload(argument: str) -> str:
+    """The fields of an uploaded voice beside the sample."""
+    return _field_table((VoiceUpload,), tuple(VoiceUpload.model_fields))
+
+
+def _field_table(models: tuple[type[BaseModel], ...], names: tuple[str, ...]) -> str:
+    rows = []
+    for model in models:
+        for name in names:
+            if name in model.model_fields:
+                allowed = _allowed(model, name).replace("4611686018427387903", "2^62 - 1")
+                rows.append((f"`{name}`", allowed, _default(model, name), model.model_fields[name].description or ""))
+    return table(("field", "allowed", "default", "meaning"), rows)
+
+
+def speech_headers(argument: str) -> str:
+    """Headers of an answer with sound."""
+    return table(("header of the answer", "meaning"), [(f"`{name}`", text) for name, text in HEADERS.items()])
+
+
+def voice(argument: str) -> str:
+    """The fields of an uploaded voice."""
+    meanings = attributes(StoredVoice)
+    fields = [field.name for field in dataclasses.fields(StoredVoice)]
+    return table(("field", "meaning"), [(f"`{name}`", _sentence(meanings[name])) for name in fields])
 
 
 def metrics(argument: str) -> str:
@@ -266,6 +311,10 @@ PARTS: Mapping[str, Callable[[str], str]] = {
     "options": own_options,
     "routes": routes,
     "server-settings": server_table,
+    "speech-headers": speech_headers,
+    "speech-request": speech_request,
+    "voice": voice,
+    "voice-upload": voice_upload,
     "wan22-request": wan22_request,
 }
 

@@ -66,6 +66,19 @@ def test_bytes_come_before_the_end(name):
     assert len([part for part in parts if part]) >= 5
 
 
+@pytest.mark.parametrize("name", ["mp3", "opus", "aac"])
+@pytest.mark.parametrize("rate", [8_000, 11_025, 12_000, 16_000, 22_050, 32_000, 44_100, 48_000])
+def test_each_sample_rate_of_a_codec_is_written(name, rate):
+    if rate not in av.Codec(FORMATS[name].codec, "w").audio_rates:
+        with pytest.raises(RequestError, match="sample_rate"):
+            SoundEncoder(name, rate)
+        return
+    samples, found = decoded(b"".join(encoded(sine(), [1920], name, rate)), name)
+    assert found == (48_000 if name == "opus" else rate)
+    assert len(samples) / found == pytest.approx(SECONDS, abs=0.2)
+    assert pitch_of(samples, found) == pytest.approx(330, abs=3)
+
+
 def lossless(name, parts):
     return decoded(b"".join(parts), name)[0]
 

@@ -13,21 +13,25 @@ from pathlib import Path
 import pytest
 import yaml
 
+from omni_core import audio
 from omni_core.checkpoint import Checkpoint
 from omni_core.cli.options import OWN_NAMES, add_options, merge_options, take_options
 from omni_core.config import Explicit, Served, resolve
 from omni_core.config.deploy import override_from_text, read_deploy
 from omni_core.config.server import server_settings
 from omni_core.errors import RequestError
+from omni_core.http import speech_answers, speech_socket
 from omni_core.http.bodies import MAX_BODY_BYTES, MAX_IMAGE_BODY_BYTES, SHARED, to_request_values
 from omni_core.http.errors import ERROR_TYPES, error_response
 from omni_core.http.images import ALIASES, with_placeholders
 from omni_core.http.jobs import VideoJob
+from omni_core.http.speech_bodies import MAX_BATCH_BODY_BYTES, MAX_SPEECH_BODY_BYTES, Delivery
 from omni_core.http.stages import SleepRequest
 from omni_core.images import MAX_SIDE
 from omni_core.plugins.declarations import ModelFamily, load_reference
 from omni_core.plugins.loading import PluginEntry, load_plugin
 from omni_core.requests import parse_request
+from omni_core.speech.requests import SpeechRequest
 from omni_core.supervisor import LAST_DELAY, StageState, SupervisedStage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -266,15 +270,42 @@ def python_requests(page):
                 continue
             if node.func.attr not in ("generate", "create", "create_and_poll"):
                 continue
+            is_speech = "speech" in ast.unparse(node.func)
             given = {k.arg: k.value for k in node.keywords if k.arg not in ("progress", "frame_type")}
             extra = ast.literal_eval(given.pop("extra_body")) if "extra_body" in given else {}
             fields = {name: ast.literal_eval(value) for name, value in given.items()} | extra
-            yield fields | ({"prompt": ast.literal_eval(node.args[0])} if node.args else {})
+            yield fields | ({"prompt": ast.literal_eval(node.args[0])} if node.args else {}), is_speech
 
 
-@pytest.mark.parametrize("fields", cases(python_requests))
-def test_a_request_from_python_is_valid(fields):
-    check_request(fields)
+@pytest.mark.parametrize("request_", cases(python_requests))
+def test_a_request_from_python_is_valid(request_):
+    fields, is_speech = request_
+    (check_speech if is_speech else check_request)(fields)
+
+
+def speech_bodies(page):
+    """JSON text or form fields of each ``curl`` that asks for speech."""
+    for command in commands(page):
+        words = shlex.split(command)
+        if words[0] == "curl" and re.search(r"/v1/audio/speech(/batch)?$", words[1]):
+            form = [value for flag, value in pairwise(words) if flag == "-F"]
+            data = [value for flag, value in pairwise(words) if flag == "-d"]
+            yield data[0] if data else dict(item.split("=", 1) for item in form)
+
+
+@pytest.mark.parametrize("body", cases(speech_bodies))
+def test_a_body_for_speech_that_is_shown_is_valid(body):
+    typed = isinstance(body, str)
+    fields = json.loads(body) if typed else body
+    for item in fields.pop("items", [{}]):
+        check_speech({**fields, **item}, typed=typed)
+
+
+def check_speech(fields, *, typed=True):
+    fields = {name: value for name, value in fields.items() if name not in ("model", "ref_audio")}
+    delivery = {name: fields.pop(name) for name in list(fields) if name in Delivery.model_fields}
+    parse_request(Delivery, delivery, strict=typed)
+    parse_request(SpeechRequest, fields, strict=typed)
 
 
 HTTP = ROOT / "docs" / "http.md"
@@ -300,6 +331,15 @@ def test_the_limits_that_are_named_are_those():
     assert f"at most {MAX_BODY_BYTES >> 20} MiB, or {MAX_IMAGE_BODY_BYTES >> 20} MiB where" in text
     assert f"at most {MAX_SIDE} pixels along each side" in text
     assert "double up to a minute" in text and LAST_DELAY == 60
+    speech = " ".join(text[text.index("## Speech") :].split())
+    assert f"JSON or a form of at most {MAX_SPEECH_BODY_BYTES >> 20} MiB" in speech
+    assert f"JSON of at most {MAX_BATCH_BODY_BYTES >> 20} MiB" in speech
+    assert f"at most {audio.MAX_SOUND_BYTES >> 20} MiB, from {audio.MIN_SOUND_SECONDS} to" in speech
+    assert f"to {audio.MAX_SOUND_SECONDS:g} seconds long" in speech
+    assert f"takes nothing for {speech_answers.SEND_SECONDS:g} seconds" in speech
+    assert f"sent or spoken for {speech_socket.IDLE_SECONDS:g} seconds" in speech
+    assert f"may have {speech_socket.MAX_TEXT} characters" in speech
+    assert f"Up to {speech_socket.MAX_WAITING} may wait" in speech
 
 
 def test_the_error_that_is_shown_is_the_one_that_is_given():
@@ -319,6 +359,7 @@ def test_the_checks_see_what_the_pages_show():
     """Else a change of form would make every check above pass by finding nothing."""
     for find in (serve_commands, other_commands, curl_bodies, python_requests):
         assert len(cases(find)) >= 4, find.__name__
+    assert len(cases(speech_bodies)) >= 3
 
 
 def named_tests(page):

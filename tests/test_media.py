@@ -1,4 +1,4 @@
-"""Images by URL: which hosts and files the server reads, and what becomes of those that are no image."""
+"""Images and sound by URL: which hosts and files the server reads, and what becomes of those that are neither."""
 
 import asyncio
 import base64
@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from omni_core.errors import RequestError
-from omni_core.vllm.media import ImageFetcher
+from omni_core.vllm.media import ImageFetcher, SoundFetcher
 
 
 def png(width=40, height=30):
@@ -39,6 +39,7 @@ class Pages(BaseHTTPRequestHandler):
             "/half.png": (200, png(400, 300)[:-200], None),
             "/cut.png": (200, png()[:20], 5000),
             "/huge": (200, b"x" * (2 << 20), None),
+            "/large": (200, b"x" * ((10 << 20) + 1), None),
             "/wide.png": (200, png(9000, 1), None),
             "/bomb.ppm": (200, b"P6 99999 99999 255\n", None),
             "/program.eps": (200, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", None),
@@ -170,3 +171,37 @@ def test_the_size_of_an_image_is_looked_at_before_it_is_read(monkeypatch):
 def test_no_file_is_read_without_an_allowed_folder(folder):
     with pytest.raises(RequestError, match="--allowed-local-media-path"):
         asyncio.run(ImageFetcher()(f"file://{folder}/allowed/image.png"))
+
+
+def fetch_sound(url, folder=""):
+    return asyncio.run(SoundFetcher(str(folder), ["127.0.0.1"])(url))
+
+
+def test_a_file_of_sound_comes_as_it_is(pages, folder):
+    assert fetch_sound(f"{pages.url}/image.png") == png()
+    assert fetch_sound(f"file://{folder}/allowed/image.png", folder / "allowed") == png()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:{port}/image.png", "http://127.0.0.1:{port}/nothing", "http://127.0.0.1:{port}/large",
+     "file://{folder}/secret.png", "file://{folder}/allowed/link.png",
+     "file://{folder}/allowed/large", "file://{folder}/allowed/nothing", "ftp://127.0.0.1/x",
+     "data:audio/wav;base64,AAAA", "http://127.0.0.1:9/x", "http://", "x:\x00"],
+)  # fmt: skip
+def test_sound_that_may_not_or_cannot_be_fetched_is_refused(pages, folder, url, monkeypatch):
+    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
+    (folder / "allowed" / "large").write_bytes(bytes((10 << 20) + 1))
+    with pytest.raises(RequestError, match=r"cannot load|it may have 10485760"):
+        fetch_sound(url.format(port=pages.server_port, folder=folder), folder / "allowed")
+
+
+def test_sound_is_not_fetched_through_a_redirect_to_a_host_that_is_not_allowed(pages):
+    before = len(pages.asked)
+    assert fetch_sound(f"{pages.url}/to/localhost") == b""
+    assert pages.asked[before:] == ["/to/localhost"]
+
+
+def test_no_file_of_sound_is_read_without_an_allowed_folder(folder):
+    with pytest.raises(RequestError, match="--allowed-local-media-path"):
+        fetch_sound(f"file://{folder}/allowed/image.png")

@@ -19,7 +19,8 @@ from speech_fakes import CLONED, PITCHES, RATE, SAMPLES, SpeechServer
 from websockets.sync.client import connect
 
 from omni_core.audio import FORMATS, encode_sound
-from omni_core.errors import ConfigError, RequestError
+from omni_core.errors import ConfigError, GenerationError, RequestError
+from omni_core.http import speech_answers
 from omni_core.http.voices import VoiceStore
 
 SPEECH, BATCH, VOICES = "/v1/audio/speech", "/v1/audio/speech/batch", "/v1/audio/voices"
@@ -243,6 +244,18 @@ def test_a_client_that_leaves_before_any_sound_cancels_the_work(server):
     assert server.engine.ended["cancelled"] == ended + 1
 
 
+def test_a_client_that_takes_nothing_is_dropped(server, monkeypatch):
+    monkeypatch.setattr(speech_answers, "SEND_SECONDS", 0.3)
+    made = server.talker.made
+
+    def wait(connection):
+        wait_for(lambda: server.talker.made > made)
+        wait_for(lambda: server.engine.running == 0, 20, "the end of the work")
+
+    leave(server, {"input": "x" * 1000, "frames": 4000, "frame_seconds": 0.0001, "response_format": "pcm",
+                   "sample_rate": 48000, "speed": 0.25}, wait)  # fmt: skip
+
+
 def test_one_request_too_many_is_turned_away(start):
     server = start(max_running=1, max_queued=1)
     body = {"input": "x", "frames": 400, "frame_seconds": 0.01}
@@ -284,6 +297,7 @@ BAD = [
     ({"voice": 3}, "voice"),
     ({"voice": {"name": "ann"}}, "voice"),
     ({"voice": {"id": 3}}, "voice"),
+    ({"voice": {"id": None}}, "voice"),
     ({"voice": "v" * 65}, "voice"),
     ({"response_format": "ogg"}, "response_format"),
     ({"response_format": 3}, "response_format"),
@@ -476,7 +490,10 @@ def test_a_batch_answers_each_item_with_its_own_fields(server):
     ("body", "param"),
     [({}, "items"), ({"items": []}, "items"), ({"items": "x"}, "items"), ({"items": ["x"]}, "items"),
      ({"items": [{"input": "x"}] * 33}, "items"), ({"items": [{"input": "x"}], "input": "y"}, "input"),
-     ({"items": [{"input": "x"}], "stream": True}, "stream"), ({"items": [{"input": "x"}], "nope": 1}, "nope")],
+     ({"items": [{"input": "x"}], "stream": True}, "stream"), ({"items": [{"input": "x"}], "nope": 1}, "nope"),
+     ({"items": [{"input": "x"}], "speed": 9}, "speed"), ({"items": [{"input": "x"}], "voice": 3}, "voice"),
+     ({"items": [{"input": "x"}], "task_type": "Sing"}, "task_type"),
+     ({"items": [{"input": "x"}], "ref_audio": 3}, "ref_audio")],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_a_bad_batch_is_refused_as_a_whole(server, body, param):
@@ -827,3 +844,16 @@ def test_every_field_is_declared(server):
     batch = paths[BATCH]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert batch["properties"]["items"]["maxItems"] == 32 and "stream" not in batch["properties"]
     assert "audio_sample" in str(paths[VOICES]["post"]["requestBody"])
+
+
+def test_a_voice_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    store = VoiceStore(tmp_path, limit=3)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("omni_core.http.voices.os.replace", full)
+    with pytest.raises(GenerationError, match="No space left"):
+        store.add("dora", {"pitch": np.array(3)}, consent="yes")
+    assert store.list() == [] and list(tmp_path.glob("dora*")) == []
+    store.close()

@@ -115,6 +115,7 @@ class SpeechService:
         if len(items) > self.engine.capacity:
             most = self.engine.capacity
             raise RequestError(f"items: {len(items)} of them; this server takes {most} requests at a time", "items")
+        self.reader.check_shared(shared)
         return [{**shared, **item} for item in items]
 
     async def _read_items(self, items: list[dict[str, Any]]) -> list[Wanted | OmniError | HttpError]:

@@ -153,13 +153,24 @@ class SpeechReader:
         values["reference"] = await self._sound(sound if data is None else data)
         return Wanted(self._engine.parse(values, strict=typed), parsed)
 
+    def check_shared(self, fields: Mapping[str, Any]) -> None:
+        """Raise ``RequestError`` for a field of a batch that can be of no use to any item, whatever the item has."""
+        given = {name: value for name, value in fields.items() if value is not None and name != "model"}
+        if "ref_audio" in given:
+            _inline(given.pop("ref_audio"))
+        if "voice" in given:
+            given["voice"] = _voice_name(given["voice"])
+        own = {name: value for name, value in given.items() if name not in Encoding.model_fields}
+        parse_request(Encoding, {name: value for name, value in given.items() if name not in own})
+        try:
+            parse_request(self._engine.request_model, {"input": "-", **own})
+        except RequestError as error:
+            if error.param in own:  # else it is of fields together, and an item may have the others
+                raise
+
     def _take_voice(self, values: dict[str, Any], sound: Any) -> None:
         """Put an uploaded voice in the place of its name."""
-        voice = values["voice"]
-        if isinstance(voice, Mapping):  # as OpenAI's client names a voice of one's own
-            if set(voice) != {"id"}:
-                raise RequestError("voice must be a name or an object with id", "voice")
-            voice = values["voice"] = voice["id"]
+        voice = values["voice"] = _voice_name(values["voice"])
         if not isinstance(voice, str) or self.is_built_in(voice) or (found := self._voices.get(voice)) is None:
             return
         for name, value in (("ref_audio", sound), ("ref_text", values.get("ref_text"))):
@@ -196,6 +207,15 @@ class SpeechReader:
             return upload, await asyncio.to_thread(read_sound, sample, self._engine.model.sample_rate)
         except RequestError as error:
             raise RequestError(f"audio_sample: {error}", "audio_sample") from None
+
+
+def _voice_name(value: Any) -> Any:
+    """The name in ``{"id": NAME}``, as OpenAI's client calls a voice of one's own; anything else as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) != {"id"} or not isinstance(value["id"], str):
+        raise RequestError("voice must be a name or an object with id", "voice")
+    return value["id"]
 
 
 def _inline(value: Any) -> bytes | None:

@@ -153,8 +153,12 @@ class VoiceStore:
             raise GenerationError(f"the voice cannot be kept: {error}") from None
         whole = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in arrays.items()}
         partial = self.folder / f"{name}.partial"
-        partial.write_bytes(save(whole, metadata={_KEY: about}))
-        os.replace(partial, self._path(name))
+        try:
+            partial.write_bytes(save(whole, metadata={_KEY: about}))
+            os.replace(partial, self._path(name))
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise GenerationError(f"the voice {name} cannot be written: {error.strerror}") from None
         self._voices[name.casefold()] = voice, dict(encoded)
         return voice
 

@@ -123,12 +123,13 @@ def test_server_settings_and_their_sources(configure, tmp_path):
     assert not (tmp_path / "videos").exists()  # resolving changes nothing
 
 
-def test_a_video_store_that_cannot_be(configure, tmp_path):
+@pytest.mark.parametrize("name", ["video_store", "voice_store"])
+def test_a_store_that_cannot_be(configure, tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--video-store: video_store .* is not a folder"):
-        configure(server={"video_store": str(tmp_path / "file")})
-    with pytest.raises(ConfigError, match=r"there is no folder .* to make it in"):
-        configure(server={"video_store": str(tmp_path / "a" / "b")})
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')}: {name} .* is not a folder"):
+        configure(server={name: str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match=rf"{name} .* there is no folder .* to make it in"):
+        configure(server={name: str(tmp_path / "a" / "b")})
 
 
 def test_an_unsupported_combination_is_refused_with_the_familys_reason(configure, served):
