@@ -87,3 +87,17 @@ def test_codes_come_back_and_no_two_of_a_frame_are_equal_on_the_way():
     assert all(len(set(frame)) == 4 for frame in packed.tolist())
     np.testing.assert_array_equal(unpack_codes(packed.flatten().tolist(), 4), codes.numpy())
     assert unpack_codes([], 16).shape == (0, 16)
+
+
+def test_codes_survive_vllm_s_joining_of_outputs():
+    """It joins what a slow client has not read yet position by position, as dictionaries of tokens."""
+    from vllm.logprobs import FlatLogprobs
+
+    codes = torch.tensor([[5, 5, 5, 0], [1, 2, 1, 2]])
+    outputs = []
+    for frame in pack_codes(codes).tolist():
+        outputs.append(FlatLogprobs())
+        outputs[-1].append_fast(frame, [0.0] * 4, [0] * 4, [None] * 4)
+    first, second = outputs
+    first.extend(second)
+    np.testing.assert_array_equal(unpack_codes(first.token_ids, 4), codes.numpy())

@@ -313,7 +313,6 @@ def test_a_request_that_the_engine_aborts_is_cancelled(talker, make, alone, in_p
 
 
 def test_requests_that_are_not_omni_s_end_nothing(talker, make, alone):
-    """vLLM's own warm-up sends some."""
     from vllm import SamplingParams
 
     async def plain(number):
@@ -330,6 +329,11 @@ def test_requests_that_are_not_omni_s_end_nothing(talker, make, alone):
     spoken, *plain_lengths = talker.run(work())
     same([spoken], [alone[3]])
     assert all(plain_lengths)
+
+
+def test_vllm_s_warm_up_runs(talker, make, alone):
+    talker.run(talker.engine.client.collective_rpc("warm_up"))
+    same([talker.run(talker.speak(make(3)))], [alone[3]])
 
 
 def test_two_hundred_requests_cancelled_at_random_leave_the_rest_right_and_nothing_behind(talker, make):
