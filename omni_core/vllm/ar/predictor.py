@@ -1,9 +1,10 @@
-"""The code predictor, run as it is or as a CUDA graph for each batch size."""
+"""The code predictor, run as it is or as a device graph for each batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class CodePredictor:
     def __init__(self, model: TalkerModel) -> None:
         self.model = model
         self._static: CodeInputs | None = None
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def predict(self, inputs: CodeInputs) -> torch.Tensor:
         """int64 [n, code groups]; overwritten by the next call where it comes from a graph."""
@@ -73,7 +74,7 @@ class CodePredictor:
 
     def capture(self, sizes: Sequence[int], hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Record a graph for each of ``sizes``; a batch uses the smallest that holds it."""
-        largest = max(sizes)
+        largest, accelerator = max(sizes), torch.get_device_module(device)
         whole = {"dtype": torch.int64, "device": device}
         real = {"dtype": torch.float32, "device": device}
         self._static = CodeInputs(
@@ -89,8 +90,8 @@ class CodePredictor:
             inputs = self._static.head(size)
             for _ in range(2):
                 self._predict(inputs)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            accelerator.synchronize()
+            graph = accelerator.CUDAGraph()
+            with accelerator.graph(graph):
                 codes = self._predict(inputs)
             self._graphs[size] = (graph, codes)
