@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from omni_core.ar.messages import Piece
+from omni_core.ar.sampling import CodeSampling
 
 
 @dataclass
@@ -64,7 +65,9 @@ class Rows:
             return larger
 
         self.codes, self.text, self.seen = grown(self.codes), grown(self.text), grown(self.seen)
-        self._host = np.concatenate([self._host, np.zeros((total - len(self._host), 7), dtype=np.int64)])
+        neutral = np.array([_settings(0, 0, 0, CodeSampling(temperature=0.0, top_k=0), 1.0)] * (count + 1))
+        self._host = np.concatenate([self._host, neutral])[:total]
+        self._host[-1] = neutral[0]
         self._slot_rows[self._slot_rows == old] = total - 1
         self._free += range(old, total - 1)
         self._changed = True
@@ -83,15 +86,8 @@ class Rows:
         if len(text):
             self.text[request.row, : len(text)] = torch.from_numpy(text).to(self.device, non_blocking=True)
         request.piece = piece
-        codes = piece.codes
-        self._host[request.row] = (
-            piece.prompt_length,
-            len(text),
-            piece.seed,
-            np.float64(codes.temperature).view(np.int64),
-            codes.top_k,
-            np.float64(codes.top_p).view(np.int64),
-            np.float64(piece.repetition_penalty).view(np.int64),
+        self._host[request.row] = _settings(
+            piece.prompt_length, len(text), piece.seed, piece.codes, piece.repetition_penalty
         )
         self._slot_rows[slot] = request.row
         self._changed = True
@@ -123,6 +119,12 @@ class Rows:
         self.top_k = moved(host[:, 4])
         self.top_p = moved(_real(host[:, 5]).astype(np.float32))
         self.penalty = moved(_real(host[:, 6]).astype(np.float32))
+
+
+def _settings(prompt_length: int, text_length: int, seed: int, codes: CodeSampling, penalty: float) -> tuple[int, ...]:
+    """What the host keeps of a row; the bits of numbers that are no integers."""
+    temperature, top_p, penalty_bits = np.array([codes.temperature, codes.top_p, penalty]).view(np.int64).tolist()
+    return prompt_length, text_length, seed, temperature, codes.top_k, top_p, penalty_bits
 
 
 def _real(column: np.ndarray) -> np.ndarray:

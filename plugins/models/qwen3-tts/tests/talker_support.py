@@ -108,7 +108,7 @@ def golden_prompt(config, case, tensors):
     )
 
 
-def greedy_job(prompt, **changes):
+def greedy_job(prompt, /, **changes):
     """The job of a prompt as golden files were made."""
     from omni_core.ar.messages import TalkerJob, TokenSampling
     from omni_core.ar.sampling import CodeSampling
