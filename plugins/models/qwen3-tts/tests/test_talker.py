@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,9 +225,7 @@ def test_another_speaker_says_something_else(talker, golden_tensors):
 def _without_a_layer(folder):
     """The last layer adds nothing."""
     changed = folder.with_name(f"{folder.name}-dropped")
-    changed.mkdir()
-    for file in folder.glob("*.json"):
-        (changed / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, changed)
     weights = load_file(folder / "model.safetensors")
     for part in ("self_attn.o_proj", "mlp.down_proj"):
         weights[f"talker.model.layers.2.{part}.weight"].zero_()
