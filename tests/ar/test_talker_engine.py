@@ -37,6 +37,18 @@ def talker(talker_checkpoint):
 
 
 @pytest.fixture(scope="module")
+def tight(talker_checkpoint):
+    """A talker with a short context, and a cache for about one request and a half."""
+    from talker_support import RunningTalker
+
+    talker = RunningTalker(
+        talker_checkpoint, block_size=32, num_gpu_blocks_override=6, max_model_len=128, disable_log_stats=False
+    )
+    yield talker
+    talker.close()
+
+
+@pytest.fixture(scope="module")
 def make(talker_checkpoint):
     """Jobs of the checkpoint: ``make(seed)``, with changes to a job whose text goes with its frames."""
     from omni_plugin_qwen3_tts.config import Qwen3TTSConfig
@@ -138,29 +150,24 @@ def preemptions():
     return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
 
 
-def test_preempted_requests_draw_the_same(talker_checkpoint, make, alone):
-    from talker_support import RunningTalker
+def test_preempted_requests_draw_the_same(tight, make, alone):
+    before = preemptions()
+    same(tight.speak_all([make(seed) for seed in range(4)]), alone)
+    assert preemptions() > before, "the cache was large enough: nothing was preempted"
 
-    tight = RunningTalker(
-        talker_checkpoint, block_size=32, num_gpu_blocks_override=6, max_model_len=128, disable_log_stats=False
-    )
-    try:
-        same(tight.speak_all([make(seed) for seed in range(4)]), alone)
-        whole = preemptions()
-        assert whole > 0, "the cache was large enough: nothing was preempted"
 
-        async def in_pieces(seed):
-            job = make(seed)
-            pieces = [job.text[begin : begin + 10] for begin in range(0, len(job.text), 10)]
-            return await tight.speak(replace(job, text=()), pieces)
+def test_preempted_requests_with_text_in_pieces_draw_the_same(tight, make, alone):
+    async def one(seed):
+        job = make(seed)
+        pieces = [job.text[begin : begin + 10] for begin in range(0, len(job.text), 10)]
+        return await tight.speak(replace(job, text=()), pieces)
 
-        async def work():
-            return await asyncio.gather(*(in_pieces(seed) for seed in range(4)))
+    async def work():
+        return await asyncio.gather(*(one(seed) for seed in range(4)))
 
-        same(tight.run(work()), alone)
-        assert preemptions() > whole, "with text in pieces nothing was preempted"
-    finally:
-        tight.close()
+    before = preemptions()
+    same(tight.run(work()), alone)
+    assert preemptions() > before, "the cache was large enough: nothing was preempted"
 
 
 # The distribution
@@ -239,12 +246,12 @@ def test_requests_end_where_they_should(talker, limits, frames, reason, size):
     np.testing.assert_array_equal(codes[:known], tensors["codes"][:known])
 
 
-def test_the_context_ends_a_request(talker, make):
+def test_the_context_ends_a_request(tight, make):
     job = make(1, max_frames=10_000, min_frames=10_000)
-    room = 512 - job.prompt_length
-    codes, reason = talker.run(talker.speak(job))
+    room = 128 - job.prompt_length
+    codes, reason = tight.run(tight.speak(job))
     assert (len(codes), reason) == (room, "length")
-    pieced, reason = talker.run(talker.speak(replace(job, text=()), [job.text[:20], job.text[20:]]))
+    pieced, reason = tight.run(tight.speak(replace(job, text=()), [job.text[:20], job.text[20:]]))
     assert reason == "length"
     np.testing.assert_array_equal(pieced, codes)
 
