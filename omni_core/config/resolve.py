@@ -23,7 +23,7 @@ from omni_core.config import arguments_table as table
 from omni_core.config.deploy import Deploy, Override, check_stage
 from omni_core.config.features import check_features, enabled_features
 from omni_core.config.model import VLLM_DEFAULT, EngineArgument, EngineArguments, Resolved, Setting, StageConfig
-from omni_core.config.server import Spelling, resolve_server
+from omni_core.config.server import Spelling, check_meaning, resolve_server
 from omni_core.config.values import check_value, unknown
 from omni_core.errors import ConfigError, PluginError
 from omni_core.pipeline import Pipeline, Stage
@@ -122,6 +122,7 @@ def resolve(
         if stage is served.pipeline.stage:
             warnings += check_features(served.family, enabled_features(config.engine))
     server = resolve_server(explicit.server, explicit.deploy, explicit.spell)
+    check_meaning(server, served.pipeline.stage.kind, served.family.name)
     for name in server.allow_routes:
         require_routes(name)
     return Resolved(

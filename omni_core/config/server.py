@@ -26,6 +26,12 @@ _TYPES: Mapping[str, Any] = {
     "allow_routes": list[str],
 }
 
+ONLY_FOR: Mapping[str, tuple[str, ...]] = {
+    "diffusion": ("video_store", "video_ttl_seconds", "max_stored_videos"),
+    "talker": ("voice_store", "max_stored_voices", "max_batch_items"),
+}
+"""Settings that have a meaning for models with one kind of front stage only."""
+
 Spelling = Callable[[str], str]
 """How messages and sources spell a name that was given explicitly: ``--max-queued-requests`` or the bare name."""
 
@@ -56,6 +62,15 @@ def resolve_server(explicit: Mapping[str, Any], deploy: Deploy, spell: Spelling)
     if "allow_routes" in values:
         values["allow_routes"] = tuple(dict.fromkeys(values["allow_routes"]))
     return ServerConfig(**values, sources=sources)
+
+
+def check_meaning(server: ServerConfig, kind: str, family: str) -> None:
+    """Raise ``ConfigError`` for a setting that somebody made and that says nothing to a front stage of ``kind``."""
+    for other, names in ONLY_FOR.items():
+        for name in names if other != kind else ():
+            if server.sources.get(name, DEFAULT) != DEFAULT:
+                what = "videos" if other == "diffusion" else "speech"
+                raise ConfigError(f"{server.sources[name]}: {name} is about {what}, which {family!r} does not make")
 
 
 def server_settings() -> tuple[str, ...]:

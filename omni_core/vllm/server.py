@@ -135,7 +135,11 @@ async def _serve(
             )
         else:
             service = SpeechService(
-                speech_engine(resolved, stages), store, served_names(resolved), SoundFetcher(*allowed)
+                speech_engine(resolved, stages),
+                store,
+                served_names(resolved),
+                SoundFetcher(*allowed),
+                max_batch_items=resolved.server.max_batch_items,
             )
         collector = StageCollector(stages, service.engine)
         REGISTRY.register(collector)
