@@ -42,6 +42,8 @@ from omni_core.plugins import hookspecs  # noqa: E402
 from omni_core.requests import VideoRequest, describe_field  # noqa: E402
 from omni_core.runtime import RequestRecord  # noqa: E402
 from omni_core.speech.requests import SpeechRequest  # noqa: E402
+from omni_core.stages import SupervisedDiffusion  # noqa: E402
+from omni_core.supervisor import StageState  # noqa: E402
 from omni_plugin_wan22.request import MAX_AREA  # noqa: E402
 from omni_plugin_wan22.request import request as wan_request  # noqa: E402
 
@@ -169,9 +171,10 @@ def voice(argument: str) -> str:
 def metrics(argument: str) -> str:
     """Omni's own Prometheus metrics, collected from a stage that has done one thing of each kind."""
     totals = {"forwards": {"1": 1}, "seconds": {"denoise": 1.0}}
-    stage = SimpleNamespace(stage="diffusion", state="running", restarts=0, totals=totals)
+    stage = SupervisedDiffusion.__new__(SupervisedDiffusion)
+    stage.stage, stage.state, stage.restarts, stage.totals = "diffusion", StageState.RUNNING, 0, totals
     engine = SimpleNamespace(active=0, running=0, ended={"done": 1})
-    collector = StageCollector(stage, engine)  # type: ignore[arg-type]
+    collector = StageCollector({stage.stage: stage}, engine)  # type: ignore[arg-type]
     engine.on_end(RequestRecord("done", {"queue": 1.0}))
     rows = []
     for metric in collector.collect():

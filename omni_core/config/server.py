@@ -64,13 +64,17 @@ def resolve_server(explicit: Mapping[str, Any], deploy: Deploy, spell: Spelling)
     return ServerConfig(**values, sources=sources)
 
 
+def has_meaning(name: str, kind: str) -> bool:
+    """Whether a setting says anything to models with a front stage of ``kind``."""
+    return not any(name in names for other, names in ONLY_FOR.items() if other != kind)
+
+
 def check_meaning(server: ServerConfig, kind: str, family: str) -> None:
-    """Raise ``ConfigError`` for a setting that somebody made and that says nothing to a front stage of ``kind``."""
-    for other, names in ONLY_FOR.items():
-        for name in names if other != kind else ():
-            if server.sources.get(name, DEFAULT) != DEFAULT:
-                what = "videos" if other == "diffusion" else "speech"
-                raise ConfigError(f"{server.sources[name]}: {name} is about {what}, which {family!r} does not make")
+    """Raise ``ConfigError`` for a setting that somebody made and that has no meaning for a front stage of ``kind``."""
+    for name, source in server.sources.items():
+        if source != DEFAULT and not has_meaning(name, kind):
+            what = "videos" if name in ONLY_FOR["diffusion"] else "speech"
+            raise ConfigError(f"{source}: {name} is about {what}, which {family!r} does not make")
 
 
 def server_settings() -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from omni_core.config.model import Resolved, ServerConfig, Setting, StageConfig
+from omni_core.config.model import Resolved, Setting, StageConfig
+from omni_core.config.server import has_meaning
 
 _COLUMN = 52
 
@@ -37,7 +38,7 @@ def to_json(resolved: Resolved) -> str:
         "family": resolved.family.name,
         "platform": resolved.platform.name,
         "stages": stages,
-        "server": {key: _pair(setting) for key, setting in _server_settings(resolved.server)},
+        "server": {key: _pair(setting) for key, setting in _server_settings(resolved)},
         "warnings": list(resolved.warnings),
     }
     return json.dumps(content, indent=2) + "\n"
@@ -53,7 +54,7 @@ def _lines(resolved: Resolved) -> Iterator[str]:
         yield f"  {name}:"
         yield from (_line("    ", key, setting) for key, setting in _stage_settings(stage))
     yield "server:"
-    yield from (_line("  ", key, setting) for key, setting in _server_settings(resolved.server))
+    yield from (_line("  ", key, setting) for key, setting in _server_settings(resolved))
 
 
 def _stage_settings(stage: StageConfig) -> list[tuple[str, Setting]]:
@@ -62,8 +63,11 @@ def _stage_settings(stage: StageConfig) -> list[tuple[str, Setting]]:
     return sorted(stage.engine.items()) + own
 
 
-def _server_settings(server: ServerConfig) -> list[tuple[str, Setting]]:
-    return [(name, Setting(getattr(server, name), source)) for name, source in server.sources.items()]
+def _server_settings(resolved: Resolved) -> list[tuple[str, Setting]]:
+    """The settings that have a meaning for what is served."""
+    server = resolved.server
+    names = [name for name in server.sources if has_meaning(name, resolved.pipeline.stage.kind)]
+    return [(name, Setting(getattr(server, name), server.sources[name])) for name in names]
 
 
 def _line(indent: str, key: str, setting: Setting) -> str:
