@@ -120,7 +120,7 @@ def _default(model: type[BaseModel], name: str) -> str:
 def routes(argument: str) -> str:
     """The routes of the videos API (``videos``), of speech (``speech``) or those about the stages (``stages``)."""
     if argument == "stages":
-        router = stage_router(SimpleNamespace())  # type: ignore[arg-type]
+        router = stage_router({})  # type: ignore[arg-type]
     elif argument == "speech":
         engine = SimpleNamespace(request_model=SpeechRequest)
         service = SimpleNamespace(engine=engine, models=["model"], max_batch_items=ServerConfig().max_batch_items)
