@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("what", nargs="?", choices=("video", "speech"), default="video", help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder for everything it writes (default: .omni/first-run/WHAT)")
     parser.add_argument("--prompt", default="a cat runs in the snow", help="what to show, or to say")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     video = parser.add_argument_group("video")
     video.add_argument("--size", default="256x144", help="WIDTHxHEIGHT, multiples of 16 (default: %(default)s)")
     video.add_argument("--frames", type=int, default=17, help="a number of the form 4k+1 (default: %(default)s)")
