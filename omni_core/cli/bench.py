@@ -126,7 +126,13 @@ def _add_field(group: argparse._ArgumentGroup) -> None:
 
 def _add_speech(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--concurrency", type=_count, metavar="N", nargs="+", default=[1], help="Streams; several values: a run each.")
+    add(
+        "--concurrency",
+        type=_count,
+        metavar="N",
+        nargs="+",
+        help="Streams, 1 where absent; several values: a run each.",
+    )
     add("--rounds", type=_count, metavar="N", default=3, help="Requests that each stream sends, one after another.")
     add(
         "--spread",
