@@ -139,7 +139,7 @@ def _add_speech(group: argparse._ArgumentGroup) -> None:
         type=_at_least_0,
         metavar="S",
         default=0.0,
-        help="Seconds over which the streams' starts are spread.",
+        help="Seconds that starts are spread over; all at once where absent.",
     )
     text = group.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="What to say; a few sentences in turn where absent.")
@@ -237,7 +237,7 @@ def run_speech(args: argparse.Namespace) -> int:
 
     target, speech, started_at = _target(args), _speech(args), time.time()
     say = functools.partial(print, file=sys.stderr)
-    runs = asyncio.run(measure(target, speech, args.concurrency, say))
+    runs = asyncio.run(measure(target, speech, args.concurrency or [1], say))
     if args.json is not None:
         about = _about(target, asdict(speech), started_at)
         write(args.json, "\n".join(json.dumps({**run.as_json(), **about}, allow_nan=False) for run in runs))
