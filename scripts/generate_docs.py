@@ -219,9 +219,9 @@ def own_options(argument: str) -> str:
 
 
 def bench_options(argument: str) -> str:
-    """The options of ``omni bench video``."""
+    """The options of ``omni bench video`` or ``omni bench speech``."""
     parser = argparse.ArgumentParser(add_help=False)
-    add_bench_options(parser)
+    add_bench_options(parser, argument)
     rows = []
     for action in parser._actions:
         value = "\\|".join(action.choices) if action.choices else action.metavar

@@ -1,1 +1,1 @@
-"""``omni bench``: a load client for any server with OpenAI's videos API. Imports neither vLLM nor torch."""
+"""``omni bench``: load clients for any server with OpenAI's videos or speech API. Imports neither vLLM nor torch."""

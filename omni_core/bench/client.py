@@ -1,15 +1,15 @@
-"""One request to a videos API, timed: as a job that is polled, or synchronously."""
+"""One request, timed, and what became of it; to a videos API as a job that is polled, or synchronously."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -27,6 +27,8 @@ _CONNECT_SECONDS = 10.0
 _FAREWELL_SECONDS = 5.0
 _ENDED_BADLY = ("failed", "cancelled", "canceled", "expired", "error")
 _MESSAGE_LENGTH = 300
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,37 +63,46 @@ class Row:
 
     Attributes:
         index: its place in the workload.
-        size: the size asked for.
         seed: the seed asked for.
         started: seconds from the start of the run to sending it.
-        held_back: seconds that it was due and waited for the client's own bound on concurrency.
         latency: seconds from sending it to the last byte of its file; ``None`` if it failed.
-        queue: seconds until its job was no longer ``queued``; ``None`` where that was not seen.
-        job: the job's id.
-        seconds_by_phase: what the server says of its work, where it does.
         num_bytes: size of the file.
-        media: what is in the file.
         failure: kind of failure, or ``None``.
         error: what the server or the check said of it.
     """
 
     index: int
-    size: str | None = None
     seed: int | None = None
     started: float = 0.0
-    held_back: float = 0.0
     latency: float | None = None
-    queue: float | None = None
-    job: str | None = None
-    seconds_by_phase: dict[str, float] | None = None
     num_bytes: int = 0
-    media: Media | None = None
     failure: str | None = None
     error: str | None = None
 
     def fail(self, kind: str, message: str) -> None:
         """Count the request as failed."""
         self.failure, self.error, self.latency = kind, message, None
+
+
+@dataclass
+class VideoRow(Row):
+    """What became of a request for a video.
+
+    Attributes:
+        size: the size asked for.
+        held_back: seconds that it was due and waited for the client's own bound on concurrency.
+        queue: seconds until its job was no longer ``queued``; ``None`` where that was not seen.
+        job: the job's id.
+        seconds_by_phase: what the server says of its work, where it does.
+        media: what is in the file.
+    """
+
+    size: str | None = None
+    held_back: float = 0.0
+    queue: float | None = None
+    job: str | None = None
+    seconds_by_phase: dict[str, float] | None = None
+    media: Media | None = None
 
 
 class RequestFailed(Exception):
@@ -106,7 +117,7 @@ class RequestFailed(Exception):
         self.kind = kind
 
 
-class VideoClient:
+class Client:
     """Sends requests to ``target``; use it as an asynchronous context manager."""
 
     def __init__(self, target: Target) -> None:
@@ -119,7 +130,7 @@ class VideoClient:
             follow_redirects=True,
         )
 
-    async def __aenter__(self) -> VideoClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -127,15 +138,12 @@ class VideoClient:
     ) -> None:
         await self._http.aclose()
 
-    async def request(self, planned: Planned, row: Row) -> bytes | None:
-        """Send a request and wait for its file; ``row`` takes note. ``None`` if it failed."""
-        work = self._sync if self.target.mode == "sync" else self._job
+    async def attempt(self, row: Row, work: Callable[[float], Awaitable[T]]) -> T | None:
+        """Do the work of a request, which is given when it began; ``row`` takes note. ``None`` if it failed."""
         begin = time.perf_counter()
         try:
             async with asyncio.timeout(self.target.timeout):
-                data = await work(planned, row, begin)
-            if not data:
-                raise RequestFailed("bad output", "the file is empty")
+                result = await work(begin)
         except RequestFailed as error:
             row.fail(error.kind, str(error))
         except httpx.ConnectError as error:
@@ -145,8 +153,8 @@ class VideoClient:
         except httpx.HTTPError as error:
             row.fail("transport", f"{type(error).__name__}: {error}")
         else:
-            row.latency, row.num_bytes = time.perf_counter() - begin, len(data)
-            return data
+            row.latency = time.perf_counter() - begin
+            return result
         return None
 
     async def text(self, path: str) -> str | None:
@@ -157,13 +165,29 @@ class VideoClient:
             return None
         return answer.text if answer.is_success else None
 
-    async def _sync(self, planned: Planned, row: Row, begin: float) -> bytes:
-        answer = _ok(await self._post("/v1/videos/sync", planned))
+
+class VideoClient(Client):
+    """Asks for videos."""
+
+    async def request(self, planned: Planned, row: VideoRow) -> bytes | None:
+        """Send a request and wait for its file; ``row`` takes note. ``None`` if it failed."""
+
+        async def work(begin: float) -> bytes:
+            data = await (self._sync if self.target.mode == "sync" else self._job)(planned, row, begin)
+            if not data:
+                raise RequestFailed("bad output", "the file is empty")
+            row.num_bytes = len(data)
+            return data
+
+        return await self.attempt(row, work)
+
+    async def _sync(self, planned: Planned, row: VideoRow, begin: float) -> bytes:
+        answer = ok(await self._post("/v1/videos/sync", planned))
         with suppress(KeyError, ValueError):
             row.seconds_by_phase = {"inference": float(answer.headers["X-Inference-Time-S"])}
         return answer.content
 
-    async def _job(self, planned: Planned, row: Row, begin: float) -> bytes:
+    async def _job(self, planned: Planned, row: VideoRow, begin: float) -> bytes:
         job = _object(await self._post("/v1/videos", planned))
         if not isinstance(job.get("id"), str):
             raise RequestFailed("protocol", "the server's answer has no id of a job")
@@ -172,12 +196,12 @@ class VideoClient:
         try:
             job = await self._follow(job, path, row, begin)
             row.seconds_by_phase = phases(job)
-            return _ok(await self._http.get(f"{path}/content")).content
+            return ok(await self._http.get(f"{path}/content")).content
         except (asyncio.CancelledError, httpx.HTTPError):
             await self._abandon(path)
             raise
 
-    async def _follow(self, job: Mapping[str, Any], path: str, row: Row, begin: float) -> Mapping[str, Any]:
+    async def _follow(self, job: Mapping[str, Any], path: str, row: VideoRow, begin: float) -> Mapping[str, Any]:
         """Look at a job until it is completed. Raises ``RequestFailed`` if it ends otherwise."""
         while True:
             status = job.get("status")
@@ -214,7 +238,8 @@ def _form_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _ok(answer: httpx.Response) -> httpx.Response:
+def ok(answer: httpx.Response) -> httpx.Response:
+    """The answer, read. Raises ``RequestFailed`` if it is an error."""
     if answer.is_success:
         return answer
     try:
@@ -226,7 +251,7 @@ def _ok(answer: httpx.Response) -> httpx.Response:
 
 def _object(answer: httpx.Response) -> Mapping[str, Any]:
     try:
-        value = _ok(answer).json()
+        value = ok(answer).json()
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from omni_core.bench.check import BadOutput, Media, check, decode, probe
-from omni_core.bench.client import Row, Target, VideoClient
+from omni_core.bench.client import Target, VideoClient, VideoRow
 from omni_core.bench.metrics import Batching, Counters, read_counters
 from omni_core.bench.workload import Planned, Workload
 from omni_core.errors import OmniError
@@ -36,7 +36,7 @@ class Run:
     """
 
     concurrency: int | None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[VideoRow] = field(default_factory=list)
     batching: Batching | None = None
     samples: dict[int, bytes] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ async def measure(
 
 
 async def _warm_up(client: VideoClient, planned: Planned, workload: Workload) -> None:
-    row = Row(planned.index)
+    row = VideoRow(planned.index)
     data = await client.request(planned, row)
     if data is not None:
         await _inspect(decode, data, planned, workload, row)
@@ -91,7 +91,7 @@ async def _warm_up(client: VideoClient, planned: Planned, workload: Workload) ->
 
 async def _run(client: VideoClient, workload: Workload, bound: int | None, check_each: int) -> Run:
     plan = workload.plan()
-    run = Run(bound, [Row(p.index, str(p.size) if p.size else None, p.fields.get("seed")) for p in plan])
+    run = Run(bound, [VideoRow(p.index, p.fields.get("seed"), size=str(p.size) if p.size else None) for p in plan])
     samples = choose_samples(plan, check_each)
     gate = asyncio.Semaphore(bound) if bound else nullcontext()
     before = await _counters(client)
@@ -131,7 +131,9 @@ def choose_samples(plan: Sequence[Planned], each: int) -> set[int]:
     }
 
 
-async def _inspect(look: Callable[[bytes], Media], data: bytes, planned: Planned, workload: Workload, row: Row) -> None:
+async def _inspect(
+    look: Callable[[bytes], Media], data: bytes, planned: Planned, workload: Workload, row: VideoRow
+) -> None:
     """Look at a file in a thread and note what is in it; one that is not what was asked for fails its request."""
     try:
         row.media = await asyncio.get_running_loop().run_in_executor(None, partial(look, data))

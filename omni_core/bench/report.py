@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_core.bench.client import Row
+from omni_core.bench.client import Row, VideoRow
 from omni_core.bench.load import Run
 from omni_core.bench.metrics import Batching
 from omni_core.errors import ConfigError
@@ -57,7 +58,7 @@ class Summary:
     checked: int
 
 
-def summarize(rows: Sequence[Row], duration: float) -> Summary:
+def summarize(rows: Sequence[VideoRow], duration: float) -> Summary:
     """The figures of ``rows``, which took ``duration`` seconds."""
     good = [row for row in rows if row.latency is not None]
     media = [row.media for row in good if row.media is not None and row.media.frames]
@@ -70,15 +71,16 @@ def summarize(rows: Sequence[Row], duration: float) -> Summary:
         requests_per_second=len(good) * per_second,
         frames_per_second=sum(m.frames for m in media) * per_second if media else None,
         video_seconds_per_second=sum(m.frames / m.fps for m in timed) * per_second if timed else None,
-        latency=_spread(row.latency for row in good),
-        queue=_spread(row.queue for row in good),
-        held_back=_spread(row.held_back for row in rows) if any(row.held_back for row in rows) else None,
+        latency=spread_of(row.latency for row in good),
+        queue=spread_of(row.queue for row in good),
+        held_back=spread_of(row.held_back for row in rows) if any(row.held_back for row in rows) else None,
         phases=_mean_phases(good),
         checked=sum(row.media is not None and row.media.deviation is not None for row in good),
     )
 
 
-def _spread(values: Iterable[float | None]) -> Spread | None:
+def spread_of(values: Iterable[float | None]) -> Spread | None:
+    """The distribution of those that are known, or ``None`` if none is."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -86,7 +88,7 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(float(np.mean(known)), float(p50), float(p90), float(p99))
 
 
-def _mean_phases(rows: Sequence[Row]) -> dict[str, float]:
+def _mean_phases(rows: Sequence[VideoRow]) -> dict[str, float]:
     said = [row.seconds_by_phase for row in rows if row.seconds_by_phase is not None]
     names = dict.fromkeys(name for phases in said for name in phases)
     return {name: float(np.mean([phases.get(name, 0.0) for phases in said])) for name in names}
@@ -102,19 +104,18 @@ def by_size(run: Run) -> dict[str, Summary]:
 
 # As a table
 
-Line = tuple[str, Callable[[Summary], float | int | None]]
+Line = tuple[str, Callable[[Any], float | int | None]]
 TableRow = tuple[str, ...]
 
 
-def _seconds(name: str, of: Callable[[Summary], Spread | None]) -> list[Line]:
+def lines(name: str, statistics: Sequence[str] = ("mean", "p50", "p90", "p99"), unit: str = " (s)") -> list[Line]:
+    """A line for each statistic of the ``Spread`` that a summary has by this name."""
+    attribute = re.sub(r"\W", "_", name)
+
     def line(statistic: str) -> Line:
-        def value(summary: Summary) -> float | None:
-            spread = of(summary)
-            return None if spread is None else getattr(spread, statistic)
+        return f"{name} {statistic}{unit}", lambda summary: getattr(getattr(summary, attribute), statistic, None)
 
-        return f"{name} {statistic} (s)", value
-
-    return [line(statistic) for statistic in ("mean", "p50", "p90", "p99")]
+    return [line(statistic) for statistic in statistics]
 
 
 _LINES: list[Line] = [
@@ -125,9 +126,9 @@ _LINES: list[Line] = [
     ("requests/s", lambda s: s.requests_per_second),
     ("frames/s", lambda s: s.frames_per_second),
     ("video seconds/s", lambda s: s.video_seconds_per_second),
-    *_seconds("latency", lambda s: s.latency),
-    *_seconds("queue", lambda s: s.queue),
-    *_seconds("held back", lambda s: s.held_back),
+    *lines("latency"),
+    *lines("queue"),
+    *lines("held back"),
 ]
 
 _STEPS: list[tuple[str, Callable[[Batching], float | int]]] = [
@@ -146,22 +147,23 @@ def table(runs: Sequence[Run]) -> tuple[TableRow, list[TableRow]]:
         header += [name, *(f"{name}, {size}" for size in sizes)]
         summaries += [summarize(run.rows, run.duration), *sizes.values()]
         steps += [run.batching, *(None for _ in sizes)]
-    rows: list[TableRow] = [(name, *(_text(value(s)) for s in summaries)) for name, value in _LINES]
+    rows: list[TableRow] = [(name, *(cell(value(s)) for s in summaries)) for name, value in _LINES]
     for phase in dict.fromkeys(name for summary in summaries for name in summary.phases):
-        rows.append((f"server's {phase}, mean (s)", *(_text(s.phases.get(phase)) for s in summaries)))
-    rows += [(name, *(_text(None if b is None else of(b)) for b in steps)) for name, of in _STEPS]
+        rows.append((f"server's {phase}, mean (s)", *(cell(s.phases.get(phase)) for s in summaries)))
+    rows += [(name, *(cell(None if b is None else of(b)) for b in steps)) for name, of in _STEPS]
     return tuple(header), [row for row in rows if any(row[1:])]
 
 
-def _text(value: float | int | None) -> str:
+def cell(value: float | int | None) -> str:
+    """A figure with three digits; empty where there is none."""
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def failures(runs: Sequence[Run]) -> list[TableRow]:
+def failures(rows: Iterable[Row]) -> list[TableRow]:
     """Kind, how many, and what was first said, of all failures."""
-    failed = [row for run in runs for row in run.rows if row.failure is not None]
+    failed = [row for row in rows if row.failure is not None]
     counts = Counter(str(row.failure) for row in failed)
     first = {str(row.failure): row.error or "" for row in reversed(failed)}
     return [(kind, str(count), first[kind]) for kind, count in counts.most_common()]
@@ -185,7 +187,12 @@ def write_json(path: Path, about: Mapping[str, Any], runs: Sequence[Run]) -> Non
             for run in runs
         ],
     }
+    write(path, json.dumps(content, indent=2, allow_nan=False))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file of JSON. Raises ``ConfigError`` if it cannot be written."""
     try:
-        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write --json {path}: {error}") from None

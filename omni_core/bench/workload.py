@@ -148,12 +148,12 @@ def _no_number(text: str) -> float:
     raise ValueError(text)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """One prompt a line; empty lines are skipped. Raises ``ConfigError``."""
+def read_prompts(path: Path, flag: str = "--prompt-file") -> list[str]:
+    """One prompt a line of the file of ``flag``; empty lines are skipped. Raises ``ConfigError``."""
     try:
         prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --prompt-file {path}: {error}") from None
+        raise ConfigError(f"cannot read {flag} {path}: {error}") from None
     if not prompts:
-        raise ConfigError(f"--prompt-file {path} has no prompt; it takes one a line")
+        raise ConfigError(f"{flag} {path} is empty; it takes one text a line")
     return prompts

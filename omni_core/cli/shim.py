@@ -68,7 +68,7 @@ def _other_command(command: str | None) -> str:
     if command is None:
         return "--omni goes with 'serve': vllm serve MODEL --omni"
     without = {
-        "bench": "measure videos with 'omni bench video', token models with 'vllm bench' without --omni",
+        "bench": "run 'omni bench video' or 'omni bench speech', for token models 'vllm bench' without --omni",
         "chat": "run 'vllm chat' without --omni",
         "complete": "run 'vllm complete' without --omni",
         "collect-env": "run 'omni doctor', or 'vllm collect-env' without --omni",

@@ -12,7 +12,7 @@ from omni_core.vllm.arguments import ServeParser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/*/README.md"))]
-COMMAND = re.compile(r"\b(omni|vllm)\s+(serve|plugins|doctor|new|bench)\b")
+COMMAND = re.compile(r"\b(omni|vllm)\s+(serve|plugins|doctor|new|bench(?:\s+(?:video|speech))?)\b")
 FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w.-]*")
 OTHER_COMMANDS = re.compile(r"^\W*(pip|uv|git|python3?|pytest|ruff|mypy|curl|docker|scripts/\w+)\b")
 
@@ -26,7 +26,7 @@ def flags_in(text):
         line = line.split(" #")[0]
         command = COMMAND.search(line)
         if command:
-            yield from ((command[0].split()[1], flag) for flag in FLAG.findall(line[command.end() :]))
+            yield from ((" ".join(command[2].split()), flag) for flag in FLAG.findall(line[command.end() :]))
         elif line.startswith("--") and not OTHER_COMMANDS.match(line):
             yield from ((None, flag) for flag in FLAG.findall(line)[:1])
 
@@ -37,6 +37,8 @@ def options():
     parser = main._parser()
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     known = {name: set(sub._option_string_actions) for name, sub in commands.choices.items()}
+    [kinds] = [a for a in commands.choices["bench"]._actions if isinstance(a, argparse._SubParsersAction)]
+    known |= {f"bench {name}": set(sub._option_string_actions) for name, sub in kinds.choices.items()}
     known["serve"] = set(ServeParser("omni serve", add_options).serve._option_string_actions)
     known[None] = set().union(*known.values()) | {"--version"}
     return known
@@ -64,10 +66,13 @@ omni serve M --stage-0-devices 0 --set diffusion.dtype=auto \\
     --profiler-config.profiler torch -tp 2 --print-config=json  # --not-a-flag here
 vllm serve M --omni --max_num_seqs 2
 omni plugins --yaml
+omni bench video --size 64x32 --voice a
+omni bench speech --voice a --size 64x32
 pip install --upgrade omni-core
 ```
 """.replace("    Use", "Use")
 
     assert unknown_flags(text, options) == [
-        ("serve", "--stage-0-devices"), ("plugins", "--yaml"), (None, "--stage-configs-path"),
+        ("serve", "--stage-0-devices"), ("plugins", "--yaml"), ("bench video", "--voice"),
+        ("bench speech", "--size"), (None, "--stage-configs-path"),
     ]  # fmt: skip

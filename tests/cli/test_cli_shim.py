@@ -54,7 +54,7 @@ def test_help_without_a_command(served, capsys):
     ("words", "message"),
     [
         ("--omni", "--omni goes with 'serve': vllm serve MODEL --omni"),
-        ("bench serve --model M --omni", "no command 'bench': .*'omni bench video', .*'vllm bench' without --omni"),
+        ("bench serve --model M --omni", "'omni bench video' or 'omni bench speech', .*'vllm bench' without --omni"),
         ("chat -q --omni", "run 'vllm chat' without --omni"),
         ("run-batch --omni", "run 'vllm run-batch' without --omni"),
         ("collect-env --omni", "run 'omni doctor'"),
