@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -92,18 +93,19 @@ class SupervisedModule(SupervisedStage[ModuleEngine]):
 
     def open(self, options: Values | None = None) -> _SupervisedSession:
         """Begin a session, see ``ModuleEngine.open``. Raises ``StageUnavailable``."""
-        return _SupervisedSession(self, self._available().open(options))
+        engine, ended = self.hold()
+        return _SupervisedSession(self, engine.open(options), ended)
 
 
 class _SupervisedSession:
     """A session whose stage may die."""
 
-    def __init__(self, stage: SupervisedModule, session: ModuleSession) -> None:
-        self._stage, self._session = stage, session
+    def __init__(self, stage: SupervisedModule, session: ModuleSession, ended: asyncio.Future[None]) -> None:
+        self._stage, self._session, self._ended = stage, session, ended
 
     async def push(self, values: Values) -> Values:
         """One input to its output; raises what ``SupervisedStage.call`` raises."""
-        return await self._stage.call(lambda engine: self._session.push(values), self._session.id)
+        return await self._stage.call(self._session.push(values), self._ended, self._session.id)
 
     def close(self) -> None:
         """End the session. Closing twice is fine."""

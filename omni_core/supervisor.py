@@ -84,17 +84,30 @@ class SupervisedStage(Generic[EngineT]):
                 while (item := await self._wait(anext(items, None), ended, request_id)) is not None:
                     yield item
             except EngineDied:
-                self._on_death()  # known before its process has ended
+                self._died(ended)  # known before its process has ended
                 raise
 
-    async def call(self, make: Callable[[EngineT], Awaitable[T]], request_id: str) -> T:
-        """What ``make`` gives of the engine, once; raises what ``follow`` raises."""
-        engine = self._available()
+    def hold(self) -> tuple[EngineT, asyncio.Future[None]]:
+        """The engine, for work that comes bit by bit, and what is done when it ends. Raises ``StageUnavailable``."""
+        return self._available(), self._ended
+
+    async def call(self, work: Awaitable[T], ended: asyncio.Future[None], request_id: str) -> T:
+        """What ``work`` gives, which is of the engine that ``hold`` gave with ``ended``.
+
+        Raises:
+            StageUnavailable: the stage was stopped.
+            GenerationError: that engine died, even if another one runs by now.
+        """
         try:
-            return await self._wait(make(engine), self._ended, request_id)
+            return await self._wait(work, ended, request_id)
         except EngineDied:
-            self._on_death()
+            self._died(ended)
             raise
+
+    def _died(self, ended: asyncio.Future[None]) -> None:
+        """Work says that the engine of ``ended`` died, which may be known already, and another one running."""
+        if not ended.done():
+            self._on_death()
 
     async def _wait(self, work: Awaitable[T], ended: asyncio.Future[None], request_id: str) -> T:
         """What ``work`` gives; the engine's end is not waited out."""
@@ -223,7 +236,8 @@ async def _unless(ended: asyncio.Future[None], work: Awaitable[T]) -> T:
     """What ``work`` gives, unless the engine ends first: an engine that has died leaves waiting who waits for it."""
     coming = asyncio.ensure_future(work)
     try:
-        await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
         if coming.done():
             return coming.result()
     finally:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from omni_core.diffusion.messages import Job, Report
-from omni_core.errors import GenerationError, StageStartError, StageUnavailable
-from omni_core.stages import SupervisedDiffusion
+from omni_core.errors import EngineDied, GenerationError, StageStartError, StageUnavailable
+from omni_core.stages import SupervisedDiffusion, SupervisedModule
 
 
 class FakeEngine:
@@ -273,6 +273,36 @@ def test_cancelling_a_request_closes_its_iterator():
         with pytest.raises(asyncio.CancelledError):
             await request
         assert closed.is_set()
+        stage.close()
+
+    asyncio.run(work())
+
+
+def test_work_of_an_engine_that_died_leaves_the_one_after_it_alone(monkeypatch):
+    """A request that waits elsewhere notices the death when it comes back, maybe long after the restart."""
+
+    class FakeSession:
+        id = "s1"
+
+        async def push(self, values):
+            raise EngineDied("stage 'diffusion' is dead")
+
+    async def work():
+        monkeypatch.setattr(FakeEngine, "open", lambda engine, options: FakeSession(), raising=False)
+        start = Starter()
+        stage = SupervisedModule(start)
+        session = stage.open()
+        start.engines[0].die()
+        with pytest.raises(GenerationError, match="stage 'diffusion' died"):  # while it is restarted
+            await session.push({})
+        await until(lambda: stage.state == "running")
+        with pytest.raises(GenerationError, match="stage 'diffusion' died"):
+            await session.push({})
+        assert (stage.state, stage.restarts, len(start.engines)) == ("running", 1, 2)
+        with pytest.raises(EngineDied):  # of the engine that runs: it is news
+            await stage.open().push({})
+        assert stage.state == "restarting"
+        await until(lambda: stage.state == "running")
         stage.close()
 
     asyncio.run(work())

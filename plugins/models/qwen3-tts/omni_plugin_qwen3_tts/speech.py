@@ -121,6 +121,8 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
     # What the checkpoint can do
 
     def check(self, request: Qwen3TTSRequest) -> None:
+        if self.task == "Base" and request.task_type is None:
+            self._check_unknown_voice(request)
         if request.task != self.task:
             how = "asked for with task_type" if request.task == request.task_type else "what a request like this means"
             raise RequestError(
@@ -167,12 +169,7 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
                     "ref_text",
                 )
             return
-        if request.named_voice is not None:
-            raise RequestError(
-                f"voice {request.voice!r} is unknown: a Base model has no voices of its own; give ref_audio, or the "
-                "name of an uploaded voice",
-                "voice",
-            )
+        self._check_unknown_voice(request)
         if request.reference is None:
             raise RequestError("Base needs a voice to speak like: give ref_audio, or an uploaded voice", "ref_audio")
         if not request.x_vector_only_mode and not (request.ref_text or "").strip():
@@ -190,6 +187,15 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
         for name, is_given in given.items():
             if is_given:
                 raise RequestError(f"{name} is of the task Base; a {self.task} model cannot do with it", name)
+
+    def _check_unknown_voice(self, request: Qwen3TTSRequest) -> None:
+        """Uploaded voices have been put in the place of their names."""
+        if request.named_voice is not None:
+            raise RequestError(
+                f"voice {request.voice!r} is unknown: a Base model has no voices of its own; give ref_audio, or the "
+                "name of an uploaded voice",
+                "voice",
+            )
 
     def _check_length(self, beside: int, text_ids: list[int]) -> None:
         """Of a text, its tokens and as many frames must fit into the model's context, with ``beside`` rows more."""
