@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import shutil
 import signal
 import socket
@@ -197,6 +198,8 @@ class LauncherClient:
             asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result()
         for stage in self._stages.values():
             stage.close()
+        for process in multiprocessing.active_children():  # of a stage that was being started again
+            process.kill()
 
 
 def served_names(resolved: Resolved) -> list[str]:
