@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import multiprocessing
 import os
-import signal
-import sys
 
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
+from omni_core.processes import die_with_parent
 
 
 def activate() -> None:
@@ -24,20 +21,6 @@ def activate() -> None:
     _share_logging()
     config.register()
     get_manager().activate()
-
-
-def _die_with_parent() -> None:
-    """Let the kernel end this process as soon as the one that started it ends, however it ends (Linux only).
-
-    The engine's processes then end in turn: each watches or is bound to the one above it.
-    """
-    parent = multiprocessing.parent_process()
-    if sys.platform != "linux" or parent is None:
-        return
-    pr_set_pdeathsig = 1  # <linux/prctl.h>
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _share_logging() -> None:
@@ -55,5 +38,5 @@ def activate_in_vllm() -> None:
     once, so that installing Omni changes nothing for plain vLLM.
     """
     if PLUGIN_SET_VARIABLE in os.environ:
-        _die_with_parent()
+        die_with_parent()
         activate()

@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from omni_core.config.model import Resolved
 from omni_core.errors import ConfigError, EngineDied
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
+from omni_core.processes import ParentBound
 from omni_core.supervisor import SleepMode
 from omni_core.vllm.activate import activate
 
@@ -56,6 +57,7 @@ class VllmEngine:
             except ValueError as error:  # pydantic's is one
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"vLLM refuses the configuration of stage {self.stage!r}: {reason}") from None
+            config.additional_config = ParentBound(config.additional_config)
             client: AsyncLLM = AsyncLLM.from_vllm_config(
                 config,
                 enable_log_requests=engine_args.enable_log_requests,

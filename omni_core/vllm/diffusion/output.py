@@ -19,6 +19,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from omni_core.diffusion.messages import Phase, Report
 from omni_core.diffusion.results import ResultWriter
+from omni_core.processes import describe
 
 logger = init_logger(__name__)
 
@@ -191,12 +192,3 @@ class StepOutput(AsyncModelRunnerOutput):
             delivery.error = f"decode failed: {describe(error)}"
             delivery.abandon()
             return None
-
-
-def describe(error: BaseException) -> str:
-    """An exception as text that can travel: bounded, Unicode, and there even if the exception cannot say itself."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = type(error).__name__
-    return text[:2000].encode("utf-8", "replace").decode()

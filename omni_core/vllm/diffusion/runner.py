@@ -35,9 +35,10 @@ from omni_core.diffusion.messages import Job, Phase, Report, StageSettings
 from omni_core.diffusion.results import ResultWriter, report_failure
 from omni_core.errors import OmniError, RequestError
 from omni_core.plugins.declarations import load_reference
+from omni_core.processes import describe
 from omni_core.requests import VideoRequest, parse_request
 from omni_core.vllm.activate import activate
-from omni_core.vllm.diffusion.output import Chunk, Delivery, Moment, RunnerStats, Span, StepOutput, describe
+from omni_core.vllm.diffusion.output import Chunk, Delivery, Moment, RunnerStats, Span, StepOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
