@@ -325,7 +325,7 @@ def test_forms_are_read_as_openais_client_sends_them(toy_server):
     [
         (["image", "image"], "image is given twice"),
         (["image", "input_reference"], "input_reference and image exclude each other"),
-        (["image", "image", "image"], "Too many files"),
+        (["image"] * 6, "Too many files"),
     ],
 )
 def test_an_image_too_many_is_refused(toy_server, names, message):
