@@ -83,7 +83,10 @@ def test_the_probe_sees_an_omni_process(without):
     from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, PluginManager
 
     active = probe(**{PLUGIN_SET_VARIABLE: PluginManager.scan().plugin_set.to_json()})
-    assert set(active["architectures"]) - set(without["architectures"]) == {"OmniDiffusionModel"}
+    assert set(active["architectures"]) - set(without["architectures"]) == {
+        "OmniDiffusionModel",
+        "Qwen3TTSTalkerForConditionalGeneration",
+    }
     assert set(active["parsers"]) - set(without["parsers"]) == {"omni_diffusion"}
     if without["platform"] == "vllm.platforms.cpu.CpuPlatform":
         assert active["platform"] == "omni_platform_cpu.platform.OmniCpuPlatform"

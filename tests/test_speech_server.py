@@ -6,9 +6,11 @@ Two servers are shared by all tests; the last tests end them, each in its way.
 import base64
 import json
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from socket import SHUT_RDWR
 
 import httpx
@@ -19,11 +21,11 @@ import pytest
 from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
-from conftest import BIN, ROOT
 from omni_core.audio import encode_sound
 
 pytestmark = pytest.mark.serve
 
+ROOT, BIN = Path(__file__).parent.parent, Path(sys.executable).parent
 GOLDEN = ROOT / "plugins" / "models" / "qwen3-tts" / "tests" / "golden"
 CASES = json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8"))
 RATE, SAMPLES = 24_000, 1920

@@ -6,9 +6,10 @@ import asyncio
 import multiprocessing.process
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logger import init_logger
 from vllm.utils.async_utils import cancel_task_threadsafe
@@ -118,7 +119,8 @@ class VllmEngine:
         self._unwatch()
         if (handler := getattr(client, "output_handler", None)) is not None:
             cancel_task_threadsafe(handler)  # or it would log the end of the engine as an error
-        client.shutdown()
+        with suppress(psutil.NoSuchProcess):  # vLLM looks at processes that end meanwhile
+            client.shutdown()
 
 
 @contextmanager
