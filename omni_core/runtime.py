@@ -103,11 +103,17 @@ def new_request_id() -> str:
     return f"video-{uuid.uuid4().hex}"
 
 
+class Counted(Protocol):
+    """A front end that counts the requests in it."""
+
+    active: int
+
+
 class Slot:
     """A place in the queue of an engine, held from admission until ``release``. Releasing twice is fine."""
 
-    def __init__(self, engine: VideoEngine) -> None:
-        self._engine: VideoEngine | None = engine
+    def __init__(self, engine: Counted) -> None:
+        self._engine: Counted | None = engine
         engine.active += 1
 
     def release(self) -> None:

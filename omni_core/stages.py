@@ -91,6 +91,8 @@ class SupervisedTalker(SupervisedStage[TalkerEngineClient]):
 class SupervisedModule(SupervisedStage[ModuleEngine]):
     """A supervised module stage."""
 
+    sleeps = False
+
     def open(self, options: Values | None = None) -> _SupervisedSession:
         """Begin a session, see ``ModuleEngine.open``. Raises ``StageUnavailable``."""
         engine, ended = self.hold()

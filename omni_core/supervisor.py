@@ -56,6 +56,9 @@ class SupervisedStage(Generic[EngineT]):
         start: starts an engine; blocks until its model is loaded.
     """
 
+    sleeps = True
+    """Whether stages of this kind can sleep."""
+
     def __init__(self, start: Callable[[], EngineT]) -> None:
         self._start = start
         self._engine: EngineT | None = start()

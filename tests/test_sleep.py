@@ -159,3 +159,29 @@ def test_a_request_while_the_stage_waits_to_sleep_is_refused(tmp_path):
         assert (await job_of(http, job, "completed", "failed"))["status"] == "completed"
 
     with_server(work, tmp_path)
+
+
+def test_a_stage_that_cannot_sleep_is_refused_before_another_sleeps():
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    from omni_core.stages import SupervisedModule
+
+    slept = []
+
+    class Sleeper:
+        sleeps, stage = True, "talker"
+
+        async def sleep(self, level, mode):
+            slept.append(level)
+
+        def status(self):
+            return {"state": "running", "restarts": 0, "reason": None}
+
+    decoder = SupervisedModule.__new__(SupervisedModule)
+    decoder.stage = "decoder"
+    app = FastAPI()
+    app.include_router(stage_router({"talker": Sleeper(), "decoder": decoder}))
+    answer = TestClient(app).post("/v1/omni/sleep", json={})
+    assert answer.status_code == 400 and "'decoder' is a module stage" in answer.json()["error"]["message"]
+    assert slept == []

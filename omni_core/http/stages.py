@@ -58,7 +58,11 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
     async def sleep(request: Request) -> Response:
         """Free the device memory of stages."""
         wanted = await _read(request, SleepRequest)
-        for stage in _named(wanted.stages, stages):
+        named = _named(wanted.stages, stages)
+        for stage in named:  # before any of them sleeps
+            if not stage.sleeps:
+                raise RequestError(f"stage {stage.stage!r} is a module stage, and these do not sleep yet", "stages")
+        for stage in named:
             await stage.sleep(wanted.level, wanted.mode)
         return JSONResponse({"stages": statuses()})
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from omni_core.ar.messages import MAX_SEED, Frames, TalkerJob
 from omni_core.errors import QueueFull, RequestError
 from omni_core.requests import parse_request
-from omni_core.runtime import RequestRecord
+from omni_core.runtime import RequestRecord, Slot
 from omni_core.speech.contract import SpeechModel, Utterance
 from omni_core.speech.requests import SpeechRequest
 
@@ -77,20 +77,6 @@ class Sound:
     finish_reason: str | None = None
     text_tokens: int = 0
     frames: int = 0
-
-
-class Slot:
-    """A place in the queue, held from admission until ``release``. Releasing twice is fine."""
-
-    def __init__(self, engine: SpeechEngine) -> None:
-        self._engine: SpeechEngine | None = engine
-        engine.active += 1
-
-    def release(self) -> None:
-        """Give the place back."""
-        if self._engine is not None:
-            self._engine.active -= 1
-            self._engine = None
 
 
 @dataclass
