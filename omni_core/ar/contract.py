@@ -10,13 +10,28 @@ below. ``omni_core.vllm.ar`` does the rest: slots, embeddings of each step, samp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-ChooseCodes = Callable[[torch.Tensor, int], torch.Tensor]
-"""``choose(logits, group)``: float [n, candidates] to int64 [n], as each request asked for; ``group`` is 1 or above."""
+
+class ChooseCodes(Protocol):
+    """Draws the codes of one group, as each request asked for."""
+
+    def __call__(
+        self, logits: torch.Tensor, group: int, table: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Codes and what they are to the next group.
+
+        Args:
+            logits: float [n, candidates].
+            group: 1 or above.
+            table: [candidates, width].
+
+        Returns:
+            int64 [n], and of ``table`` the rows of these, [n, width].
+        """
 
 
 class TalkerModel(Protocol):

@@ -23,7 +23,7 @@ _MAX_TEXT_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """How the first code of a frame is drawn: vLLM's own sampling.
+    """How the first code of a frame is drawn.
 
     ``temperature`` 0 takes the likeliest; ``top_k`` 0 and ``top_p`` 1 mean all; the penalty looks at what was drawn.
     """
@@ -114,7 +114,8 @@ class Piece:
         prompt_length: see ``TalkerJob``.
         seed: see ``TalkerJob``.
         codes: see ``TalkerJob``.
-        repetition_penalty: see ``TokenSampling``; vLLM's own would also look at its stand-ins for the prompt.
+        tokens: see ``TalkerJob``.
+        min_frames: see ``TalkerJob``.
         text: all text ids so far, those of earlier pieces included.
         ended: keys of requests that have ended, of which the worker may forget everything.
     """
@@ -124,7 +125,8 @@ class Piece:
     prompt_length: int
     seed: int
     codes: CodeSampling
-    repetition_penalty: float = 1.0
+    tokens: TokenSampling = field(default_factory=TokenSampling)
+    min_frames: int = 0
     text: Sequence[int] = ()
     ended: Sequence[str] = ()
 
@@ -139,7 +141,8 @@ class Piece:
         if not extra_args or JOB_KEY not in extra_args:
             return None
         values = dict(extra_args[JOB_KEY])
-        return cls(**{**values, "codes": CodeSampling(**values["codes"])})
+        sampling = {"codes": CodeSampling(**values["codes"]), "tokens": TokenSampling(**values["tokens"])}
+        return cls(**{**values, **sampling})
 
 
 @dataclass(frozen=True)

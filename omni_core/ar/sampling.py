@@ -73,8 +73,8 @@ def sample_codes(
 ) -> torch.Tensor:
     """One code per row: the likeliest where the temperature is 0, else a draw among the top-k and top-p candidates.
 
-    As in transformers, top-k comes first and keeps all that are as likely as the last that it keeps, and top-p keeps
-    the smallest set of the likeliest that reaches its share.
+    As in transformers, top-k comes first, and top-p keeps the smallest set of the likeliest that reaches its share; both
+    keep all that are as likely as the last that they keep.
 
     Args:
         logits: float [n, candidates].
@@ -94,7 +94,10 @@ def sample_codes(
     last = ordered.gather(1, (top_k.clamp(max=logits.shape[1])[:, None] - 1).clamp(min=0))
     kept = (top_k[:, None] == 0) | (ordered >= last)
     probabilities = ordered.masked_fill(~kept, float("-inf")).softmax(dim=-1)
-    kept &= probabilities.cumsum(dim=-1) - probabilities < top_p[:, None]
+    above = probabilities.cumsum(dim=-1) - probabilities
+    first = torch.cat([torch.ones_like(kept[:, :1]), ordered[:, 1:] < ordered[:, :-1]], dim=-1)
+    above = above.masked_fill(~first, 0.0).cummax(dim=-1).values  # that of the first among equals
+    kept &= (above < top_p[:, None]) | (top_p[:, None] >= 1)
     noisy = ordered + gumbel_noise(seeds, counters, logits.shape[1]).gather(1, order)
     chosen = noisy.masked_fill(~kept, float("-inf")).argmax(dim=-1, keepdim=True)
     return torch.where(temperature > 0, order.gather(1, chosen)[:, 0], greedy)

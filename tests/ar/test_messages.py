@@ -71,7 +71,7 @@ def test_sampling_out_of_range_is_refused(bad):
 
 
 def test_a_piece_comes_back_as_it_was_sent():
-    piece = Piece("k", PROMPT, 2, 7, CodeSampling(top_k=3), 1.1, [4, 5], ["a"])
+    piece = Piece("k", PROMPT, 2, 7, CodeSampling(top_k=3), TokenSampling(top_p=0.5), 3, [4, 5], ["a"])
     assert Piece.from_extra_args(piece.to_extra_args()) == piece
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_core.ar.messages import Piece
+from omni_core.ar.messages import Piece, TokenSampling
 from omni_core.ar.sampling import CodeSampling
 from omni_core.vllm.ar.slots import Rows
 
@@ -27,18 +27,17 @@ def settings(rows, slot):
     """What the device knows of a slot's request."""
     rows.apply()
     row = rows.slot_rows[slot]
-    return {
-        name: getattr(rows, name)[row].item()
-        for name in ("prompt_length", "text_length", "seed", "temperature", "top_k", "top_p", "penalty")
-    }
+    return {name: getattr(rows, name)[row].item() for name in rows.INTEGERS + rows.REALS}
 
 
 def test_a_slot_has_what_its_request_brought(rows):
     sampling = CodeSampling(temperature=0.7, top_k=7, top_p=0.25)
-    request = rows.add(1, piece("a", seed=2**61 + 1, codes=sampling, text=[4, 5], repetition_penalty=1.25))
+    tokens = TokenSampling(temperature=0.5, top_k=9, top_p=0.75, repetition_penalty=1.25)
+    request = rows.add(1, piece("a", seed=2**61 + 1, codes=sampling, tokens=tokens, min_frames=4, text=[4, 5]))
     assert settings(rows, 1) == {
         "prompt_length": 3, "text_length": 2, "seed": 2**61 + 1, "temperature": pytest.approx(0.7), "top_k": 7,
-        "top_p": 0.25, "penalty": 1.25,
+        "top_p": 0.25, "penalty": 1.25, "token_temperature": 0.5, "token_top_k": 9, "token_top_p": 0.75,
+        "min_frames": 4,
     }  # fmt: skip
     assert rows.text[request.row, :2].tolist() == [4, 5]
     assert rows.slot_rows[0] == rows.nobody
@@ -51,7 +50,7 @@ def test_a_request_that_comes_back_in_another_slot_finds_what_it_left(rows):
     rows.add(0, piece("b"))
     assert rows.add(1, piece("a")).row == row
     rows.apply()
-    assert rows.slot_rows.tolist() == [rows.requests["b"].row, row]
+    assert rows.slot_rows[:SLOTS].tolist() == [rows.requests["b"].row, row]
     assert rows.codes[row, 3, 0] == 7 and rows.seen[row, 9]
 
 
@@ -95,6 +94,7 @@ def test_a_slot_can_be_nobody_s(rows):
     assert rows.slot_rows[0] == rows.nobody
     assert settings(rows, 0) == {
         "prompt_length": 0, "text_length": 0, "seed": 0, "temperature": 0, "top_k": 0, "top_p": 1, "penalty": 1,
+        "token_temperature": 0, "token_top_k": 0, "token_top_p": 1, "min_frames": 0,
     }  # fmt: skip
 
 
@@ -131,23 +131,31 @@ def test_rows_stay_as_many_when_requests_come_and_go(rows):
     assert rows.nobody == most
 
 
-def test_the_penalty_is_transformers(rows):
-    from types import SimpleNamespace
-
+def test_the_penalty_is_transformers():
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    from omni_core.vllm.ar.state import TalkerModelState
+    from omni_core.vllm.ar.frames import FrameSteps
 
     logits = 3 * torch.randn(SLOTS, 20, generator=torch.Generator().manual_seed(0))
     logits[:, 5] = -torch.inf
     drawn, penalties = [[1, 5, 9, 9], [2]], [1.3, 0.8]
-    for slot in range(SLOTS):
-        request = rows.add(slot, piece(str(slot), repetition_penalty=penalties[slot]))
-        rows.seen[request.row, drawn[slot]] = True
-    rows.apply()
-    batch = SimpleNamespace(num_reqs=SLOTS, idx_mapping=torch.tensor([1, 0], dtype=torch.int32))
-    found = TalkerModelState.penalise(SimpleNamespace(rows=rows), logits, batch)
-    for index, slot in enumerate([1, 0]):
-        processor = RepetitionPenaltyLogitsProcessor(penalties[slot])
-        expected = processor(torch.tensor([drawn[slot]]), logits[index : index + 1])[0]
-        torch.testing.assert_close(found[index], expected, rtol=1e-6, atol=0)
+    seen = torch.zeros(SLOTS, 20, dtype=torch.bool)
+    for row in range(SLOTS):
+        seen[row, drawn[row]] = True
+    found = FrameSteps._penalise(logits, seen, torch.tensor(penalties))
+    for row in range(SLOTS):
+        processor = RepetitionPenaltyLogitsProcessor(penalties[row])
+        expected = processor(torch.tensor([drawn[row]]), logits[row : row + 1])[0]
+        torch.testing.assert_close(found[row], expected, rtol=1e-6, atol=0)
+
+
+def test_whoever_records_addresses_is_told_when_they_change(rows):
+    told = []
+    rows.on_move = lambda: told.append(rows.codes.data_ptr())
+    before = {name: getattr(rows, name).data_ptr() for name in ("codes", "text", "seen", "integers", "reals")}
+    for number in range(2 * SLOTS):
+        rows.add(number % SLOTS, piece(str(number)))
+        rows.apply()
+    assert before == {name: getattr(rows, name).data_ptr() for name in before} and not told
+    rows.add(0, piece("one more"))
+    assert told == [rows.codes.data_ptr()] and told[0] != before["codes"]

@@ -110,15 +110,13 @@ class TalkerEngine(VllmEngine):
             prompt_length=job.prompt_length,
             seed=job.seed,
             codes=job.codes,
-            repetition_penalty=job.tokens.repetition_penalty,
+            tokens=job.tokens,
+            min_frames=job.min_frames,
             text=text,
             ended=ended,
         )
-        return SamplingParams(
-            temperature=job.tokens.temperature,
-            top_k=job.tokens.top_k,
-            top_p=job.tokens.top_p,
-            seed=job.seed,
+        return SamplingParams(  # vLLM's own sampler never runs
+            temperature=0.0,
             min_tokens=min(max(0, job.min_frames - made), max_tokens),
             max_tokens=max_tokens,
             stop_token_ids=[self.end_code],

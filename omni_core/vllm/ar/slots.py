@@ -7,13 +7,16 @@ when the front end says that the request has ended (``Piece.ended``), which it d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from omni_core.ar.messages import Piece
+from omni_core.ar.messages import Piece, TokenSampling
 from omni_core.ar.sampling import CodeSampling
+
+_GREEDY = CodeSampling(temperature=0.0, top_k=0)
 
 
 @dataclass
@@ -32,22 +35,51 @@ class Request:
 
 
 class Rows:
-    """The rows. The last one belongs to nobody and takes whatever must not be kept."""
+    """The rows. The last one belongs to nobody and takes whatever must not be kept.
+
+    Tensors stay where they are, so that recorded graphs may read them, until there are too few rows: then ``on_move``
+    is called behind the change. Beside what follows there is a slot more than vLLM has, which is always nobody's.
+
+    Attributes:
+        slot_rows: int64 [slots + 1], the row of each slot.
+        codes: int16 [rows, frames + 1, code groups]; the last frame takes what is none.
+        text: int32 [rows, frames].
+        seen: bool [rows, vocabulary], the first codes that a request has drawn.
+        integers: int64 [rows, 6]; see ``prompt_length`` and the others.
+        reals: float32 [rows, 5].
+    """
+
+    INTEGERS = ("prompt_length", "text_length", "seed", "top_k", "token_top_k", "min_frames")
+    REALS = ("temperature", "top_p", "token_temperature", "token_top_p", "penalty")
 
     def __init__(self, num_slots: int, max_frames: int, num_groups: int, vocabulary: int, device: torch.device) -> None:
         self.device = device
         self.max_frames = max_frames
+        self.num_slots = num_slots
+        self.on_move: Callable[[], None] = lambda: None
         self.requests: dict[str, Request] = {}
         self._free: list[int] = []
         self.codes = torch.zeros(0, max_frames + 1, num_groups, dtype=torch.int16, device=device)
         self.text = torch.zeros(0, max_frames, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocabulary, dtype=torch.bool, device=device)
-        self._slot_rows = np.zeros(num_slots, dtype=np.int64)
-        self._host = np.zeros((0, 7), dtype=np.int64)
+        self.integers = torch.zeros(0, len(self.INTEGERS), dtype=torch.int64, device=device)
+        self.reals = torch.zeros(0, len(self.REALS), dtype=torch.float32, device=device)
+        self.slot_rows = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._slot_rows = np.zeros(num_slots + 1, dtype=np.int64)
+        self._integers = np.zeros((0, len(self.INTEGERS)), dtype=np.int64)
+        self._reals = np.zeros((0, len(self.REALS)), dtype=np.float32)
         self._grow(2 * num_slots)
         self._slot_rows[:] = self.nobody
         self._changed = True
         self.apply()
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """A setting of all rows, [rows]: a column of ``integers`` or ``reals``."""
+        for names, attribute in ((self.INTEGERS, "integers"), (self.REALS, "reals")):
+            if name in names:
+                columns: torch.Tensor = getattr(self, attribute)
+                return columns[:, names.index(name)]
+        raise AttributeError(name)
 
     @property
     def nobody(self) -> int:
@@ -64,13 +96,17 @@ class Rows:
             larger[: len(tensor)] = tensor
             return larger
 
-        self.codes, self.text, self.seen = grown(self.codes), grown(self.text), grown(self.seen)
-        neutral = np.array([_settings(0, 0, 0, CodeSampling(temperature=0.0, top_k=0), 1.0)] * (count + 1))
-        self._host = np.concatenate([self._host, neutral])[:total]
-        self._host[-1] = neutral[0]
+        for name in ("codes", "text", "seen", "integers", "reals"):
+            setattr(self, name, grown(getattr(self, name)))
+        neutral = _settings(Piece("", {}, 0, 0, _GREEDY, TokenSampling(0.0, 0, 1.0, 1.0)))
+        for name, row in zip(("_integers", "_reals"), neutral, strict=True):
+            kept = getattr(self, name)[:old]
+            more = np.tile(np.array(row, dtype=kept.dtype), (total - old, 1))
+            setattr(self, name, np.concatenate([kept, more]))
         self._slot_rows[self._slot_rows == old] = total - 1
         self._free += range(old, total - 1)
         self._changed = True
+        self.on_move()
 
     def add(self, slot: int, piece: Piece) -> Request:
         """Give the request of ``piece`` the slot; it is new, or comes back, or brings more text."""
@@ -79,16 +115,14 @@ class Rows:
         request = self.requests.get(piece.key)
         if request is None:
             if not self._free:
-                self._grow(len(self._slot_rows))
+                self._grow(self.num_slots)
             request = self.requests[piece.key] = Request(self._free.pop(), piece)
             self.seen[request.row] = False
         text = np.asarray(piece.text[: self.max_frames], dtype=np.int32)
         if len(text):
             self.text[request.row, : len(text)] = torch.from_numpy(text).to(self.device, non_blocking=True)
         request.piece = piece
-        self._host[request.row] = _settings(
-            piece.prompt_length, len(text), piece.seed, piece.codes, piece.repetition_penalty
-        )
+        self._integers[request.row], self._reals[request.row] = _settings(piece, len(text))
         self._slot_rows[slot] = request.row
         self._changed = True
         return request
@@ -108,25 +142,19 @@ class Rows:
         if not self._changed:
             return
         self._changed = False
-
-        def moved(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values.copy()).to(self.device, non_blocking=True)
-
-        host = self._host
-        self.slot_rows = moved(self._slot_rows)
-        self.prompt_length, self.text_length, self.seed = (moved(host[:, column]) for column in range(3))
-        self.temperature = moved(_real(host[:, 3]).astype(np.float32))
-        self.top_k = moved(host[:, 4])
-        self.top_p = moved(_real(host[:, 5]).astype(np.float32))
-        self.penalty = moved(_real(host[:, 6]).astype(np.float32))
+        for tensor, values in (
+            (self.slot_rows, self._slot_rows),
+            (self.integers, self._integers),
+            (self.reals, self._reals),
+        ):
+            host = torch.from_numpy(values.copy())
+            tensor.copy_(host.pin_memory() if tensor.is_cuda else host, non_blocking=True)
 
 
-def _settings(prompt_length: int, text_length: int, seed: int, codes: CodeSampling, penalty: float) -> tuple[int, ...]:
-    """What the host keeps of a row; the bits of numbers that are no integers."""
-    temperature, top_p, penalty_bits = np.array([codes.temperature, codes.top_p, penalty]).view(np.int64).tolist()
-    return prompt_length, text_length, seed, temperature, codes.top_k, top_p, penalty_bits
-
-
-def _real(column: np.ndarray) -> np.ndarray:
-    """Numbers that were kept by their bits among integers."""
-    return np.ascontiguousarray(column).view(np.float64)
+def _settings(piece: Piece, text_length: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """What ``Rows.INTEGERS`` and ``Rows.REALS`` name, of a piece."""
+    codes, tokens = piece.codes, piece.tokens
+    return (
+        (piece.prompt_length, text_length, piece.seed, codes.top_k, tokens.top_k, piece.min_frames),
+        (codes.temperature, codes.top_p, tokens.temperature, tokens.top_p, tokens.repetition_penalty),
+    )

@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from omni_core.ar.contract import TalkerModel
 from omni_core.ar.messages import JOB_KEY, Piece
 from omni_core.plugins.declarations import load_reference
 from omni_core.vllm.ar.channel import pack_codes
-from omni_core.vllm.ar.predictor import CodeInputs, CodePredictor
+from omni_core.vllm.ar.frames import FrameInputs, FrameSteps
 from omni_core.vllm.ar.slots import Request, Rows
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-    from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -43,7 +44,9 @@ class TalkerModelState(DefaultModelState):
         self.talker = cast(TalkerModel, model)
         vocabulary = self.model_config.get_vocab_size()
         self.rows = Rows(self.max_num_reqs, self.max_model_len, self.talker.num_code_groups, vocabulary, device)
-        self.predictor = CodePredictor(self.talker)
+        self.frames = FrameSteps(self.talker, self.rows, self.inputs_embeds)
+        self._no_scores = torch.zeros(self.max_num_reqs, self.talker.num_code_groups, device=device)
+        self._no_ranks = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._slots: dict[str, tuple[int, Request]] = {}
         self._requests: dict[int, Request] = {}
 
@@ -85,14 +88,12 @@ class TalkerModelState(DefaultModelState):
         count = input_batch.num_reqs
         slots = input_batch.idx_mapping[:count].long()
         if not input_batch.has_prefill:
-            self.inputs_embeds[:count] = self._embed_frames(slots, input_batch.positions[:count])
+            self.frames.embed(slots, input_batch.positions[:count])
             return self.inputs_embeds[: input_batch.num_tokens_after_padding]
-        starts = input_batch.query_start_loc_np
-        decoding = np.flatnonzero(~input_batch.is_prefilling_np[:count])
-        if len(decoding):
-            tokens = torch.from_numpy(starts[decoding].astype(np.int64)).to(self.device, non_blocking=True)
-            chosen = torch.from_numpy(decoding).to(self.device, non_blocking=True)
-            self.inputs_embeds[tokens] = self._embed_frames(slots[chosen], input_batch.positions[tokens])
+        if not input_batch.is_prefilling_np[:count].all():
+            # Every request's first row, without asking the device which decode; the others' are overwritten.
+            begins = input_batch.query_start_loc[:count].long()
+            self.inputs_embeds[begins] = self.frames.embed_frames(slots, input_batch.positions[begins])
         for index in np.flatnonzero(input_batch.is_prefilling_np[:count]):
             self._prefill(input_batch, int(index), slots)
         return self.inputs_embeds[: input_batch.num_tokens_after_padding]
@@ -108,60 +109,39 @@ class TalkerModelState(DefaultModelState):
             begin += len(prompt)
         if begin < end:
             slot = slots[index].expand(end - begin)
-            self.inputs_embeds[begin:end] = self._embed_frames(slot, input_batch.positions[begin:end])
-
-    def _embed_frames(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The inputs at ``positions`` behind the prompt, [n, hidden]."""
-        rows = self.rows.slot_rows[slots]
-        frames = self._frames(rows, positions)
-        text = self.rows.text[rows, frames.clamp(max=self.rows.max_frames - 1)].long()
-        text = torch.where(frames < self.rows.text_length[rows], text, self.talker.pad_text_id)
-        embedded = self.talker.embed_frames(self.rows.codes[rows, frames].long())
-        return embedded + self.talker.embed_text(text)
-
-    def _frames(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The number of the frame at each position; what is none of a request's becomes the last, which is not kept."""
-        frames = positions - self.rows.prompt_length[rows]
-        return torch.where((frames >= 0) & (frames < self.rows.max_frames), frames, self.rows.max_frames)
+            self.inputs_embeds[begin:end] = self.frames.embed_frames(slot, input_batch.positions[begin:end])
 
     # After a step
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, None]:
         return _FrameSampler(sampler, self), None
 
-    def penalise(self, logits: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-        """Make what each request has drawn before less likely, as transformers does, by the request's own penalty."""
-        rows = self.rows.slot_rows[input_batch.idx_mapping[: input_batch.num_reqs].long()]
-        penalty = self.rows.penalty[rows][:, None]
-        scores = logits.float()
-        lower = torch.where(scores > 0, scores / penalty, scores * penalty)
-        return torch.where(self.rows.seen[rows], lower, scores)
-
-    def complete_frames(self, output: SamplerOutput, input_batch: InputBatch) -> None:
-        """Predict the other codes of each new frame, keep them, and send them out in the place of log-probabilities."""
+    def sample(self, logits: torch.Tensor, input_batch: InputBatch, prefill_length: torch.Tensor) -> SamplerOutput:
+        """Draw a frame for each request, and send its codes out in the place of log-probabilities."""
         count = input_batch.num_reqs
-        rows = self.rows.slot_rows[input_batch.idx_mapping[:count].long()]
-        first = output.sampled_token_ids[:count, 0].long()
-        frames = self._frames(rows, input_batch.positions[input_batch.logits_indices[:count]] + 1)
-        codes = self.predictor.predict(
-            CodeInputs(
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            input_batch.seq_lens.new_ones(count),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            prefill_length,
+        )
+        codes = self.frames.draw(
+            FrameInputs(
+                logits=logits,
                 hidden=self.talker.last_hidden[:count],
-                first=first,
-                frame=frames,
-                seed=self.rows.seed[rows],
-                temperature=self.rows.temperature[rows],
-                top_k=self.rows.top_k[rows],
-                top_p=self.rows.top_p[rows],
+                slots=input_batch.idx_mapping[:count].long(),
+                positions=input_batch.positions[input_batch.logits_indices[:count]] + 1,
+                num_sampled=num_sampled,
             )
         )
-        kept = torch.where(output.num_sampled[:count] > 0, frames, self.rows.max_frames)
-        self.rows.codes[rows, kept] = codes.to(torch.int16)
-        keeping = torch.where(output.num_sampled[:count] > 0, rows, self.rows.nobody)
-        self.rows.seen[keeping, first] = True
-        output.logprobs_tensors = LogprobsTensors(
-            pack_codes(codes),
-            torch.zeros(codes.shape, dtype=torch.float32, device=self.device),
-            torch.zeros(count, dtype=torch.int32, device=self.device),
+        channel = LogprobsTensors(pack_codes(codes), self._no_scores[:count], self._no_ranks[:count])
+        return SamplerOutput(
+            sampled_token_ids=codes[:, :1],
+            logprobs_tensors=channel,
+            num_nans=None,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
         )
 
     def capture_inner_cudagraphs(self, *arguments: Any, **options: Any) -> None:
@@ -170,11 +150,11 @@ class TalkerModelState(DefaultModelState):
             return
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         sizes = [size for size in sizes if size < self.max_num_reqs] + [self.max_num_reqs]
-        self.predictor.capture(load_reference(capture), sizes, self.inputs_embeds_size, self.dtype, self.device)
+        self.frames.capture(load_reference(capture), sizes, self.model_config.get_vocab_size(), self.dtype)
 
 
 class _FrameSampler:
-    """vLLM's sampler, with the frame completed after it; everything else is the sampler's own."""
+    """Stands where vLLM's sampler does, draws frames instead, and is the sampler's own otherwise."""
 
     def __init__(self, sampler: Sampler, state: TalkerModelState) -> None:
         self.__dict__.update(_sampler=sampler, _state=state)
@@ -186,9 +166,7 @@ class _FrameSampler:
         setattr(self._sampler, name, value)
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        output: SamplerOutput = self._sampler(self._state.penalise(logits, input_batch), input_batch)
-        self._state.complete_frames(output, input_batch)
-        return output
+        return self._state.sample(logits, input_batch, self._sampler.req_states.prefill_len.gpu)
 
 
 class TalkerMixin:

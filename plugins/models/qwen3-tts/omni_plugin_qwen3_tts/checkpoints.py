@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -192,7 +193,13 @@ def speech_tokenizer_config(size_name: str = "tiny") -> dict[str, Any]:
 
 
 def write_checkpoint(
-    folder: Path, *, kind: str = "custom-voice", size_name: str = "tiny", seed: int = 0, device: str = "cpu"
+    folder: Path,
+    *,
+    kind: str = "custom-voice",
+    size_name: str = "tiny",
+    seed: int = 0,
+    device: str = "cpu",
+    endless: bool = False,
 ) -> Path:
     """Write a checkpoint: the model in bfloat16, its speech tokenizer in float32.
 
@@ -202,6 +209,7 @@ def write_checkpoint(
         size_name: one of ``SIZES``.
         seed: of the weights, which depend on the device too.
         device: where the weights are made.
+        endless: the end of speech is never among the likeliest codes, so that requests run to their bound.
 
     Raises:
         ValueError: 0.6B has no voice design.
@@ -229,7 +237,8 @@ def write_checkpoint(
         },
     )  # fmt: skip
     write_tokenizer(folder, genuine=wanted.genuine)
-    _write_weights(folder, model_tensors(Qwen3TTSConfig(**config)), generator, torch.bfloat16)
+    zeroed = {"talker.codec_head.weight": config["talker_config"]["codec_eos_token_id"]} if endless else {}
+    _write_weights(folder, model_tensors(Qwen3TTSConfig(**config)), generator, torch.bfloat16, zeroed)
     _write_weights(
         speech, speech_tokenizer_tensors(Qwen3TTSTokenizer12HzConfig(**speech_config)), generator, torch.float32
     )
@@ -246,8 +255,17 @@ def random_tensors(named: Named, generator: torch.Generator) -> Iterator[tuple[s
         yield name, _random(name, shape, generator)
 
 
-def _write_weights(folder: Path, named: Named, generator: torch.Generator, dtype: torch.dtype) -> None:
+def _write_weights(
+    folder: Path,
+    named: Named,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    zeroed: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """``zeroed``: by tensor, a row that is made zero."""
     tensors = {name: tensor.to(dtype).cpu() for name, tensor in random_tensors(named, generator)}
+    for name, row in zeroed.items():
+        tensors[name][row] = 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -300,10 +318,16 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny", help="default: tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="where the weights are made, such as cuda (default: cpu)")
+    parser.add_argument("--endless", action="store_true", help="requests run to their bound, for measurements")
     options = parser.parse_args()
     try:
         write_checkpoint(
-            options.folder, kind=options.kind, size_name=options.size, seed=options.seed, device=options.device
+            options.folder,
+            kind=options.kind,
+            size_name=options.size,
+            seed=options.seed,
+            device=options.device,
+            endless=options.endless,
         )
     except ValueError as error:
         parser.error(str(error))

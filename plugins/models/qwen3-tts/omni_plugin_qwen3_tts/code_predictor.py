@@ -25,6 +25,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.eps = config.rms_norm_eps
         self.sizes = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
         self.input_layernorm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.qkv_proj = nn.Linear(hidden, sum(self.sizes), bias=False)
@@ -85,7 +86,7 @@ class CodePredictorModel(nn.Module):
             hidden: [n, talker hidden].
             first: int64 [n], the first code.
             embedded: [n, talker hidden], its embedding in the talker.
-            choose: draws the codes of a group from logits [n, candidates].
+            choose: draws the codes of a group.
         """
         empty = hidden.new_empty(len(hidden), self.kv_heads, 0, self.head_dim)
         cache: Cache = [(empty, empty)] * len(self.layers)
@@ -93,8 +94,9 @@ class CodePredictorModel(nn.Module):
         codes = [first]
         for group in range(1, self.groups):
             last, cache = self._advance(self.projection(x), cache)
-            codes.append(choose(last @ self.heads[group - 1].t(), group))
-            x = F.embedding(codes[-1], self.embeddings[group - 1])[:, None]
+            code, embedded = choose(last @ self.heads[group - 1].t(), group, self.embeddings[group - 1])
+            codes.append(code)
+            x = embedded[:, None]
         return torch.stack(codes, dim=1)
 
     def _advance(self, x: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, Cache]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,12 +17,20 @@ from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 
 from omni_core.ar.contract import ChooseCodes
 from omni_core.vllm.ar.state import TalkerMixin
 from omni_plugin_qwen3_tts.code_predictor import CodePredictorModel
 
+if TYPE_CHECKING:
+    from omni_plugin_qwen3_tts.fused_backbone import FusedBackbone
+    from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
+
 ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
+MOST_ROWS = 64
+"""Up to so many rows the decoder takes kernels of our own."""
 NUM_SUPPRESSED = 1024
 """The last tokens of the vocabulary are not codes; of them only the end code is ever drawn."""
 
@@ -80,11 +88,27 @@ class Qwen3TTSTalker(TalkerMixin, Qwen3ForCausalLM):
         self.text_embedding = nn.Embedding(config.text_vocab_size, config.text_hidden_size)
         self.text_projection = TextProjection(config.text_hidden_size, config.hidden_size)
         self.code_predictor = CodePredictorModel(config.code_predictor_config, config.hidden_size)
+        self.fused_predictor: FusedCodePredictor | None = None
+        self.fused_backbone: FusedBackbone | None = None
         suppressed = torch.zeros(config.vocab_size)
         suppressed[-NUM_SUPPRESSED:] = float("-inf")
         suppressed[self.end_code] = 0
         self.register_buffer("suppressed", suppressed, persistent=False)
         self.requires_grad_(False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        if self.fused_backbone is not None and inputs_embeds is not None and len(inputs_embeds) <= MOST_ROWS:
+            return self.fused_backbone(positions, inputs_embeds)
+        hidden: torch.Tensor | IntermediateTensors = super().forward(
+            input_ids, positions, intermediate_tensors, inputs_embeds
+        )
+        return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = super().compute_logits(hidden_states)
@@ -115,12 +139,26 @@ class Qwen3TTSTalker(TalkerMixin, Qwen3ForCausalLM):
         return self.text_projection(self.text_embedding(text_ids))
 
     def predict_codes(self, hidden: torch.Tensor, first: torch.Tensor, choose: ChooseCodes) -> torch.Tensor:
+        if self.fused_predictor is not None:
+            return self.fused_predictor(hidden, first, choose)
         codes: torch.Tensor = self.code_predictor(hidden, first, self.model.embed_input_ids(first), choose)
         return codes
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = AutoWeightsLoader(self).load_weights(self._stacked(weights), mapper=self.hf_to_vllm_mapper)
+        if self.suppressed.device.type != "cpu":
+            self._fuse()
         return loaded
+
+    def _fuse(self) -> None:
+        """Where there is Triton, steps of few rows take kernels of our own."""
+        from omni_plugin_qwen3_tts.fused_backbone import FusedBackbone
+        from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
+
+        pdl = current_platform.is_cuda() and current_platform.has_device_capability(90)
+        self.fused_predictor = FusedCodePredictor(self.code_predictor, self.model.embed_tokens.weight, pdl=pdl)
+        if FusedBackbone.fits(self):
+            self.fused_backbone = FusedBackbone(self, pdl=pdl)
 
     def _stacked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Put together what the code predictor holds in one tensor and the checkpoint in several."""

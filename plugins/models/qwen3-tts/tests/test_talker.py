@@ -92,10 +92,11 @@ def test_the_code_predictor_s_logits_are_the_reference_s(network_of, golden_tens
     _, talker = network_of(*checkpoint_name(name))
     seen = []
 
-    def choose(logits, group):
+    def choose(logits, group, table):
         assert group == len(seen) + 1
         seen.append(logits)
-        return logits.argmax(dim=-1)
+        codes = logits.argmax(dim=-1)
+        return codes, table[codes]
 
     hidden, first = tensors["hidden_states"], tensors["codes"][:, 0].long()
     codes = talker.predict_codes(hidden, first, choose)

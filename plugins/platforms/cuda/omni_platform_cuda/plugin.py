@@ -19,7 +19,11 @@ def omni_platforms() -> list[Platform]:
             device_type="cuda",
             diffusion_worker="omni_platform_cuda.worker:DiffusionWorker",
             attention="omni_platform_cuda.attention:attention",
-            stage_defaults={"diffusion": {"dtype": "bfloat16", "enforce_eager": True}},
+            stage_defaults={
+                "diffusion": {"dtype": "bfloat16", "enforce_eager": True},
+                # Talkers bring kernels of their own for decoding; what compilation gives prompts is not worth the wait.
+                "talker": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+            },
             capture="omni_platform_cuda.graphs:capture",
         )
     ]
