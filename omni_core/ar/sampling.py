@@ -73,8 +73,8 @@ def sample_codes(
 ) -> torch.Tensor:
     """One code per row: the likeliest where the temperature is 0, else a draw among the top-k and top-p candidates.
 
-    As in transformers, top-k comes first, and top-p keeps the smallest set of the likeliest that reaches its share; both
-    keep all that are as likely as the last that they keep.
+    As in transformers, top-k comes first, and top-p keeps the smallest set of the likeliest that reaches its share.
+    Both keep all that are as likely as the last that they keep.
 
     Args:
         logits: float [n, candidates].

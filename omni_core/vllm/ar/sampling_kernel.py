@@ -1,8 +1,8 @@
 # ruff: noqa: N803 (constants of a Triton kernel are written in capitals)
 """``omni_core.ar.sampling.sample_codes`` as one Triton kernel, one program for each row: the same draws, in one launch.
 
-The k-th likeliest and the share of the likeliest are found by bisection over the bits of the numbers, which sorts
-nothing and keeps all that are equally likely, as the PyTorch form does.
+The k-th likeliest and the share of the likeliest are found bit by bit, which sorts nothing and keeps all that are
+equally likely, as the PyTorch form does. At most 32767 candidates.
 """
 
 from __future__ import annotations
@@ -91,23 +91,37 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     candidate = tl.arange(0, BLOCK)
     inside = candidate < candidates
-    score = tl.load(logits + row * stride + candidate, mask=inside, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperatures + row)
+    top_k = tl.load(top_ks + row).to(tl.int32)
+    top_p = tl.load(top_ps + row)
+    seed = tl.load(seeds + row)
+    counter = tl.load(counters + row).to(tl.uint32)
+    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    one = _mix(_mix(low) ^ counter)
+    other = _mix(low ^ _mix(high ^ one))
+    bits = _mix((one ^ _mix(candidate.to(tl.uint32) + 0x9E3779B9)) + other)
+    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    noise = -tl.log(-tl.log(uniform))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    score = tl.load(logits + row * stride + candidate, mask=inside, other=float("-inf")).to(tl.float32)
     if temperature > 0:
-        top_k = tl.load(top_ks + row).to(tl.int32)
-        top_p = tl.load(top_ps + row)
         score = score / temperature
         bits = _ordered_bits(score)
         kept = inside
         if top_k > 0 and top_k < candidates:
-            # The largest bits that at least top_k candidates reach.
+            # The largest bits that at least top_k candidates reach, two bits at a time.
             least = tl.zeros((), tl.uint32)
-            for index in tl.static_range(32):
-                tried = least | (1 << (31 - index))
-                least = tl.where(tl.sum((inside & (bits >= tried)).to(tl.int32)) >= top_k, tried, least)
+            for index in tl.static_range(16):
+                step = 1 << (30 - 2 * index)
+                # How many reach one and two steps more, counted in one sum, and three.
+                both = (bits >= least + step).to(tl.int32) + ((bits >= least + 2 * step).to(tl.int32) << 16)
+                counts = tl.sum(tl.where(inside, both, 0))
+                third = tl.sum((inside & (bits >= least + 3 * step)).to(tl.int32))
+                steps = ((counts & 0xFFFF) >= top_k).to(tl.uint32) + ((counts >> 16) >= top_k).to(tl.uint32)
+                least += (steps + (third >= top_k).to(tl.uint32)) * step
             kept &= bits >= least
         if top_p < 1:
             best = tl.max(tl.where(kept, score, float("-inf")))
@@ -119,14 +133,7 @@ def _sample_kernel(
                 tried = least | (1 << (31 - index))
                 least = tl.where(tl.sum(tl.where(bits > tried, share, 0.0)) >= wanted, tried, least)
             kept &= bits > least
-        seed = tl.load(seeds + row)
-        counter = tl.load(counters + row).to(tl.uint32)
-        low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        one = _mix(_mix(low) ^ counter)
-        other = _mix(low ^ _mix(high ^ one))
-        noise = _mix((one ^ _mix(candidate.to(tl.uint32) + 0x9E3779B9)) + other)
-        uniform = ((noise >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-        score = tl.where(kept, score - tl.log(-tl.log(uniform)), float("-inf"))
+        score = tl.where(kept, score + noise, float("-inf"))
     code = tl.argmax(score, axis=0, tie_break_left=True)
     tl.store(codes + row, code.to(tl.int64))
     if TABLE:

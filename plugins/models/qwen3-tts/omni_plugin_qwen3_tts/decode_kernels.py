@@ -28,6 +28,8 @@ def many_rows_shape(rows: int, outputs: int, inputs: int, swiglu: bool) -> dict[
         "BLOCK_M": block_m,
         "BLOCK_N": 32 if outputs >= 2048 else 16,
         "BLOCK_K": 128,
+        "PREFETCH": 1,
+        "EARLY": 1,
         "num_warps": 4,
         "num_stages": 5 if block_m < 64 else 4,
     }
@@ -178,6 +180,9 @@ def _few_rows_kernel(
             tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+
+
 @triton.jit
 def _many_rows_kernel(
     x,
@@ -196,6 +201,8 @@ def _many_rows_kernel(
     residual_stride,
     eps,
     LINES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -212,20 +219,14 @@ def _many_rows_kernel(
     begin = tl.where(inside, n, 0)[:, None].to(tl.int64) * inputs
     second = outputs.to(tl.int64) * inputs
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        line = begin + tl.minimum(tl.arange(0, LINES) * 64, inputs - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weight + line], dtype=tl.int32, is_pure=False, pack=1
-        )
-        if SWIGLU:
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [weight + second + line],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            line = begin + tl.minimum(tl.arange(0, LINES) * 64, inputs - 1)[None, :]
+            tl.inline_asm_elementwise(_PREFETCH, "=r,l", [weight + line], dtype=tl.int32, is_pure=False, pack=1)
+            if SWIGLU:
+                line += second
+                tl.inline_asm_elementwise(_PREFETCH, "=r,l", [weight + line], dtype=tl.int32, is_pure=False, pack=1)
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     ups = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -243,6 +244,8 @@ def _many_rows_kernel(
         if SWIGLU:
             up = tl.load(weight + second + begin + k[None, :], mask=inside[:, None] & within[None, :], other=0)
             ups = tl.dot(a, up.T, ups, input_precision="ieee")
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if NORM:
         factor = tl.rsqrt(squares / inputs + eps)[:, None]
         total *= factor
