@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import tl, triton
 
-_WARPS = 4
+_WARPS = 8
 
 
 def sample_codes_kernel(

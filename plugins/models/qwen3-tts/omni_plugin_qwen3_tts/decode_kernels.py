@@ -11,27 +11,33 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import tl, triton
 
-FEW = 8
-"""Up to so many rows a product is summed without tensor cores."""
+FEW, SOME, MANY = 2, 16, 64
+"""Up to so many rows a product is summed without tensor cores; has its weights fetched before its input is there; is of
+this module at all."""
+LARGE = 16 * 2**20
+"""Bytes of a matrix that takes so long to read that nothing else counts: cuBLAS, or what stands in its place."""
 
 
-def few_rows_shape(rows: int, outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
+def few_rows_shape(outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
     """Of a program that sums without tensor cores: what its registers hold of the weights."""
-    width = triton.next_power_of_2(inputs)
-    return {"BLOCK_N": max(2, 16384 // width // (2 if swiglu else 1)), "num_warps": 8}
+    width = triton.next_power_of_2(inputs) * (2 if swiglu else 1)
+    return {"BLOCK_N": max(2 if swiglu else 4, 8192 // width), "num_warps": 8 if width > 4096 else 4}
 
 
-def many_rows_shape(rows: int, outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
-    """Of a program of tensor cores: its part of the product, and how far ahead it fetches."""
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+def some_rows_shape(outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
+    """Of a program that holds its weights for tensor cores, of which each warp sums a part of the inputs."""
+    width = triton.next_power_of_2(inputs) * (2 if swiglu else 1)
+    return {"BLOCK_N": max(8, 32768 // width), "SPLITS": 8, "num_warps": 8}
+
+
+def many_rows_shape(outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
+    """Of a program of tensor cores that reads as it goes: its part of the product, and how far ahead it fetches."""
     return {
-        "BLOCK_M": block_m,
+        "BLOCK_M": 64,
         "BLOCK_N": 32 if outputs >= 2048 else 16,
-        "BLOCK_K": 128,
-        "PREFETCH": 1,
-        "EARLY": 1,
+        "BLOCK_K": 256,
         "num_warps": 4,
-        "num_stages": 5 if block_m < 64 else 4,
+        "num_stages": 4 if outputs < 2048 else 3,
     }
 
 
@@ -64,6 +70,12 @@ def fused_linear(
     outputs = out.shape[-1]
     positions = out.shape[1] if out.dim() == 3 else 1
     strides = (out.stride(0), out.stride(1)) if out.dim() == 3 else (out.stride(0), 0)
+    small = weight.numel() * weight.element_size() <= LARGE
+    if rows > FEW and norm is not None and not (small and rows <= SOME):
+        x, norm = rms_norm(x, norm, eps, pdl=pdl), None
+    if rows > FEW and (rows > MANY or not small) and positions == 1 and bias is None and out.dtype == x.dtype:
+        _library_linear(x, weight, out[:, 0] if out.dim() == 3 else out, residual, swiglu, pdl)
+        return out
     arguments = (
         x,
         x if norm is None else norm,
@@ -86,10 +98,10 @@ def fused_linear(
         "BIAS": bias is not None,
         "RESIDUAL": residual is not None,
         "PDL": pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(pdl),
     }
     if rows <= FEW:
-        shape = few_rows_shape(rows, outputs, inputs, swiglu)
+        shape = few_rows_shape(outputs, inputs, swiglu)
         width = triton.next_power_of_2(inputs)
         _few_rows_kernel[(triton.cdiv(outputs, shape["BLOCK_N"]),)](
             *arguments,
@@ -99,15 +111,99 @@ def fused_linear(
             **shape,
             **parts,
         )
-        return out
-    shape = many_rows_shape(rows, outputs, inputs, swiglu)
-    _many_rows_kernel[(triton.cdiv(outputs, shape["BLOCK_N"]), triton.cdiv(rows, shape["BLOCK_M"]))](
-        *arguments,
-        LINES=triton.next_power_of_2(triton.cdiv(inputs * weight.element_size(), 128)),
-        **shape,
-        **parts,
+    elif rows <= SOME and small:
+        shape = some_rows_shape(outputs, inputs, swiglu)
+        part = triton.cdiv(inputs, shape["SPLITS"])
+        _some_rows_kernel[(triton.cdiv(outputs, shape["BLOCK_N"]),)](
+            *arguments,
+            PART=part,
+            WIDTH=max(16, triton.next_power_of_2(part)),
+            BLOCK_M=SOME,
+            **shape,
+            **parts,
+        )
+    else:
+        shape = many_rows_shape(outputs, inputs, swiglu)
+        _many_rows_kernel[(triton.cdiv(outputs, shape["BLOCK_N"]), triton.cdiv(rows, shape["BLOCK_M"]))](
+            *arguments, **shape, **parts
+        )
+    return out
+
+
+def _library_linear(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, swiglu: bool, pdl: bool
+) -> None:
+    """``fused_linear`` of rows that have been normed, by PyTorch's matrix product."""
+    if swiglu:
+        product = silu_and_multiply(x @ weight.T, out if residual is None else torch.empty_like(out), pdl=pdl)
+        if residual is not None:
+            torch.add(residual, product, out=out)
+    elif residual is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        if residual is not out:
+            out.copy_(residual)
+        out.addmm_(x, weight.T)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
+    """Root mean square norm of [rows, width], times ``weight`` [width]."""
+    out = torch.empty((len(x), x.shape[1]), dtype=x.dtype, device=x.device)
+    width = x.shape[1]
+    _rms_norm_kernel[(len(x),)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        width,
+        eps,
+        BLOCK=triton.next_power_of_2(width),
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
     )
     return out
+
+
+def silu_and_multiply(x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """[rows, 2 * width], contiguous, to ``out`` [rows, width]: the sigmoid-weighted first half times the second."""
+    width = out.shape[1]
+    block = 1024
+    _silu_and_multiply_kernel[(len(x), triton.cdiv(width, block))](
+        x, out, out.stride(0), width, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+    )
+    return out
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """What a launch needs beside its arguments, to overlap the one before it."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    scale = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(x + row * stride + column, mask=column < width, other=0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value) / width + eps) * scale
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _silu_and_multiply_kernel(x, out, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(x + row * 2 * width + column, mask=column < width, other=0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=column < width, other=0).to(tl.float32)
+    tl.store(out + row * stride + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -180,7 +276,71 @@ def _few_rows_kernel(
             tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+@triton.jit
+def _some_rows_kernel(
+    x,
+    norm,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    positions,
+    out_stride,
+    position_stride,
+    residual_stride,
+    eps,
+    SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All of the weights of a program are in its registers before it waits; inputs are summed in ``SPLITS`` parts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    part, k = tl.arange(0, SPLITS)[:, None, None], tl.arange(0, WIDTH)[None, None, :]
+    column = part * PART + k
+    within = (k < PART) & (column < inputs)
+    inside = n < outputs
+    place = n[None, :, None].to(tl.int64) * inputs + column
+    w = tl.load(weight + place, mask=inside[None, :, None] & within, other=0)
+    if SWIGLU:
+        up = tl.load(weight + outputs.to(tl.int64) * inputs + place, mask=inside[None, :, None] & within, other=0)
+    if NORM:
+        scale = tl.load(norm + column, mask=within, other=0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(x + m[None, :, None] * x_stride + column, mask=(m < rows)[None, :, None] & within, other=0)
+    if NORM:
+        wide = a.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=2), axis=0) / inputs + eps)[:, None]
+        a = (wide * scale).to(w.dtype)
+    total = tl.sum(tl.dot(a, tl.permute(w, (0, 2, 1)), input_precision="ieee"), axis=0)
+    if NORM:
+        total *= factor
+    if SWIGLU:
+        ups = tl.sum(tl.dot(a, tl.permute(up, (0, 2, 1)), input_precision="ieee"), axis=0)
+        if NORM:
+            ups *= factor
+        total = total * tl.sigmoid(total) * ups
+    stored = (m < rows)[:, None] & inside[None, :]
+    if BIAS:
+        total += tl.load(bias + n, mask=inside, other=0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        total += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=stored, other=0).to(tl.float32)
+    target = out + (m // positions)[:, None] * out_stride + (m % positions)[:, None] * position_stride + n[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -200,9 +360,6 @@ def _many_rows_kernel(
     position_stride,
     residual_stride,
     eps,
-    LINES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -212,44 +369,27 @@ def _many_rows_kernel(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weights are fetched into the second-level cache before a program waits for its input."""
+    """Reads its inputs and its weights a piece ahead of tensor cores; the norm has been done."""
+    tl.static_assert(not NORM)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = n < outputs
     begin = tl.where(inside, n, 0)[:, None].to(tl.int64) * inputs
     second = outputs.to(tl.int64) * inputs
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH:
-            line = begin + tl.minimum(tl.arange(0, LINES) * 64, inputs - 1)[None, :]
-            tl.inline_asm_elementwise(_PREFETCH, "=r,l", [weight + line], dtype=tl.int32, is_pure=False, pack=1)
-            if SWIGLU:
-                line += second
-                tl.inline_asm_elementwise(_PREFETCH, "=r,l", [weight + line], dtype=tl.int32, is_pure=False, pack=1)
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     ups = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
     for at in range(0, inputs, BLOCK_K):
         k = at + tl.arange(0, BLOCK_K)
         within = k < inputs
         a = tl.load(x + m[:, None] * x_stride + k[None, :], mask=(m < rows)[:, None] & within[None, :], other=0)
         w = tl.load(weight + begin + k[None, :], mask=inside[:, None] & within[None, :], other=0)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            a = (wide * tl.load(norm + k, mask=within, other=0).to(tl.float32)[None, :]).to(w.dtype)
         total = tl.dot(a, w.T, total, input_precision="ieee")
         if SWIGLU:
             up = tl.load(weight + second + begin + k[None, :], mask=inside[:, None] & within[None, :], other=0)
             ups = tl.dot(a, up.T, ups, input_precision="ieee")
-    if PDL and not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    if NORM:
-        factor = tl.rsqrt(squares / inputs + eps)[:, None]
-        total *= factor
-        ups *= factor
     if SWIGLU:
         total = total * tl.sigmoid(total) * ups
     stored = (m < rows)[:, None] & inside[None, :]
@@ -259,179 +399,3 @@ def _many_rows_kernel(
         total += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=stored, other=0).to(tl.float32)
     target = out + (m // positions)[:, None] * out_stride + (m % positions)[:, None] * position_stride + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=stored)
-
-
-def rotate_heads(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    *,
-    pdl: bool = False,
-) -> None:
-    """Normalise and rotate the queries and keys of [rows, (heads + 2 * kv_heads) * head_dim], in place.
-
-    Args:
-        positions: int64 [rows].
-        cos_sin: [positions, head_dim], cosines and then sines, as vLLM's rotary embeddings keep them.
-        q_norm, k_norm: [head_dim].
-    """
-    _rotate_heads_kernel[(len(qkv), heads + kv_heads)](
-        qkv,
-        positions,
-        cos_sin,
-        q_norm,
-        k_norm,
-        qkv.stride(0),
-        eps,
-        HEADS=heads,
-        HALF=q_norm.shape[0] // 2,
-        PDL=pdl,
-        num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-
-
-@triton.jit
-def _rotated(x, y, scale_x, scale_y, cos, sin, factor):
-    x, y = x * factor * scale_x, y * factor * scale_y
-    return x * cos - y * sin, y * cos + x * sin
-
-
-@triton.jit
-def _rotate_heads_kernel(
-    qkv, positions, cos_sin, q_norm, k_norm, stride, eps, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr
-):
-    row, head = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, HALF)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    norm = q_norm if head < HEADS else k_norm
-    scale_x, scale_y = tl.load(norm + d).to(tl.float32), tl.load(norm + HALF + d).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    table = cos_sin + tl.load(positions + row) * 2 * HALF + d
-    cos, sin = tl.load(table).to(tl.float32), tl.load(table + HALF).to(tl.float32)
-    place = qkv + row.to(tl.int64) * stride + head * 2 * HALF + d
-    x, y = tl.load(place).to(tl.float32), tl.load(place + HALF).to(tl.float32)
-    factor = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
-    x, y = _rotated(x, y, scale_x, scale_y, cos, sin, factor)
-    tl.store(place, x.to(qkv.dtype.element_ty))
-    tl.store(place + HALF, y.to(qkv.dtype.element_ty))
-
-
-def attend_frame(
-    history: torch.Tensor,
-    first: int,
-    count: int,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    out: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-    *,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """Attention within a frame, of whose positions there are few: norms, rotation, softmax and sum in one kernel.
-
-    Args:
-        history: [requests, positions, (heads + 2 * kv_heads) * head_dim], queries, keys and values as projected.
-        first: position of the first query.
-        count: queries of each request, at positions ``first`` and on.
-        q_norm, k_norm: [head_dim].
-        cos, sin: float32 [positions, head_dim / 2].
-        out: [requests * count, heads * head_dim].
-
-    Returns:
-        ``out``.
-    """
-    head_dim = q_norm.shape[0]
-    _attend_frame_kernel[(history.shape[0] * count, kv_heads)](
-        history,
-        q_norm,
-        k_norm,
-        cos,
-        sin,
-        out,
-        history.stride(0),
-        history.stride(1),
-        out.stride(0),
-        first,
-        count,
-        head_dim**-0.5,
-        eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
-        KEYS=triton.next_power_of_2(history.shape[1]),
-        PDL=pdl,
-        num_warps=2,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-    return out
-
-
-@triton.jit
-def _attend_frame_kernel(
-    history,
-    q_norm,
-    k_norm,
-    cos,
-    sin,
-    out,
-    request_stride,
-    position_stride,
-    out_stride,
-    first,
-    count,
-    scale,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    KEYS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row, group = tl.program_id(0), tl.program_id(1)
-    d, t = tl.arange(0, HALF), tl.arange(0, KEYS)
-    position = first + row % count
-    seen = t <= position
-    table = t[:, None] * HALF + d[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    k_scale_x, k_scale_y = tl.load(k_norm + d).to(tl.float32), tl.load(k_norm + HALF + d).to(tl.float32)
-    q_scale_x, q_scale_y = tl.load(q_norm + d).to(tl.float32), tl.load(q_norm + HALF + d).to(tl.float32)
-    k_cos = tl.load(cos + table, mask=seen[:, None], other=0)
-    k_sin = tl.load(sin + table, mask=seen[:, None], other=0)
-    q_cos, q_sin = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    base = history + (row // count).to(tl.int64) * request_stride
-    place = base + t[:, None] * position_stride + (HEADS + group) * 2 * HALF + d[None, :]
-    x = tl.load(place, mask=seen[:, None], other=0).to(tl.float32)
-    y = tl.load(place + HALF, mask=seen[:, None], other=0).to(tl.float32)
-    value_x = tl.load(place + KV_HEADS * 2 * HALF, mask=seen[:, None], other=0).to(tl.float32)
-    value_y = tl.load(place + KV_HEADS * 2 * HALF + HALF, mask=seen[:, None], other=0).to(tl.float32)
-    factor = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / (2 * HALF) + eps)[:, None]
-    key_x, key_y = _rotated(x, y, k_scale_x[None, :], k_scale_y[None, :], k_cos, k_sin, factor)
-    for index in tl.static_range(HEADS // KV_HEADS):
-        head = group * (HEADS // KV_HEADS) + index
-        query = base + position * position_stride + head * 2 * HALF + d
-        x = tl.load(query).to(tl.float32)
-        y = tl.load(query + HALF).to(tl.float32)
-        factor_q = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
-        query_x, query_y = _rotated(x, y, q_scale_x, q_scale_y, q_cos, q_sin, factor_q)
-        score = tl.sum(key_x * query_x[None, :], axis=1) + tl.sum(key_y * query_y[None, :], axis=1)
-        score = tl.where(seen, score * scale, float("-inf"))
-        weight = tl.exp(score - tl.max(score))
-        weight = weight / tl.sum(weight)
-        target = out + row.to(tl.int64) * out_stride + head * 2 * HALF + d
-        tl.store(target, tl.sum(value_x * weight[:, None], axis=0).to(out.dtype.element_ty))
-        tl.store(target + HALF, tl.sum(value_y * weight[:, None], axis=0).to(out.dtype.element_ty))

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from omni_plugin_qwen3_tts.decode_kernels import fused_linear, rotate_heads
+from omni_plugin_qwen3_tts.attention_kernels import rotate_heads
+from omni_plugin_qwen3_tts.decode_kernels import fused_linear
 
 
 class FusedBackbone:
