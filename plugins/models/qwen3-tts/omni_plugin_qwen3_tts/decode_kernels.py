@@ -14,7 +14,9 @@ from vllm.triton_utils import tl, triton
 FEW, SOME, MANY = 2, 16, 64
 """Up to so many rows a product is summed without tensor cores; has its weights fetched before its input is there; is of
 this module at all."""
-LARGE = 16 * 2**20
+HELD = 2048
+"""Inputs up to which the weights of a program of tensor cores fit into its registers."""
+LARGE = 13 * 2**20
 """Bytes of a matrix that takes so long to read that nothing else counts: cuBLAS, or what stands in its place."""
 
 
@@ -26,18 +28,19 @@ def few_rows_shape(outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
 
 def some_rows_shape(outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
     """Of a program that holds its weights for tensor cores, of which each warp sums a part of the inputs."""
-    width = triton.next_power_of_2(inputs) * (2 if swiglu else 1)
-    return {"BLOCK_N": max(8, 32768 // width), "SPLITS": 8, "num_warps": 8}
+    if inputs > 1024:
+        return {"BLOCK_N": 16, "SPLITS": 8, "num_warps": 8}
+    return {"BLOCK_N": 16 if swiglu else 32, "SPLITS": 16 if swiglu else 4, "num_warps": 4}
 
 
-def many_rows_shape(outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
+def many_rows_shape(rows: int, outputs: int, inputs: int, swiglu: bool) -> dict[str, int]:
     """Of a program of tensor cores that reads as it goes: its part of the product, and how far ahead it fetches."""
     return {
-        "BLOCK_M": 64,
-        "BLOCK_N": 32 if outputs >= 2048 else 16,
-        "BLOCK_K": 256,
+        "BLOCK_M": 16 if rows <= 16 else 64,
+        "BLOCK_N": 32 if outputs >= 2048 or rows <= 16 else 16,
+        "BLOCK_K": 128 if swiglu else 256,
         "num_warps": 4,
-        "num_stages": 4 if outputs < 2048 else 3,
+        "num_stages": 4,
     }
 
 
@@ -71,7 +74,8 @@ def fused_linear(
     positions = out.shape[1] if out.dim() == 3 else 1
     strides = (out.stride(0), out.stride(1)) if out.dim() == 3 else (out.stride(0), 0)
     small = weight.numel() * weight.element_size() <= LARGE
-    if rows > FEW and norm is not None and not (small and rows <= SOME):
+    held = small and rows <= SOME and inputs <= HELD
+    if rows > FEW and norm is not None and not held:
         x, norm = rms_norm(x, norm, eps, pdl=pdl), None
     if rows > FEW and (rows > MANY or not small) and positions == 1 and bias is None and out.dtype == x.dtype:
         _library_linear(x, weight, out[:, 0] if out.dim() == 3 else out, residual, swiglu, pdl)
@@ -111,7 +115,7 @@ def fused_linear(
             **shape,
             **parts,
         )
-    elif rows <= SOME and small:
+    elif held:
         shape = some_rows_shape(outputs, inputs, swiglu)
         part = triton.cdiv(inputs, shape["SPLITS"])
         _some_rows_kernel[(triton.cdiv(outputs, shape["BLOCK_N"]),)](
@@ -123,7 +127,7 @@ def fused_linear(
             **parts,
         )
     else:
-        shape = many_rows_shape(outputs, inputs, swiglu)
+        shape = many_rows_shape(rows, outputs, inputs, swiglu)
         _many_rows_kernel[(triton.cdiv(outputs, shape["BLOCK_N"]), triton.cdiv(rows, shape["BLOCK_M"]))](
             *arguments, **shape, **parts
         )

@@ -158,7 +158,7 @@ class Qwen3TTSTalker(TalkerMixin, Qwen3ForCausalLM):
         pdl = current_platform.is_cuda() and current_platform.has_device_capability(90)
         self.fused_predictor = FusedCodePredictor(self.code_predictor, self.model.embed_tokens.weight, pdl=pdl)
         if FusedBackbone.fits(self):
-            self.fused_backbone = FusedBackbone(self, pdl=pdl)
+            self.fused_backbone = FusedBackbone(self, MOST_ROWS, pdl=pdl)
 
     def _stacked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Put together what the code predictor holds in one tensor and the checkpoint in several."""
