@@ -324,21 +324,21 @@ def _decode_attention_kernel(
     sum_x, sum_y = tl.zeros((GROUP, HALF), tl.float32), tl.zeros((GROUP, HALF), tl.float32)
     if (split == 0) & (slot >= 0):
         # The row's own key and value, which no other program needs.
-        place = base + (HEADS + group) * 2 * HALF + d
-        x, y = tl.load(place).to(tl.float32), tl.load(place + HALF).to(tl.float32)
-        factor_k = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / (2 * HALF) + eps)
-        key_x, key_y = _rotated(x, y, k_scale_x, k_scale_y, cos, sin, factor_k)
-        place += KV_HEADS * 2 * HALF
-        value_x, value_y = tl.load(place), tl.load(place + HALF)
-        target = (slot // block_size) * block_stride + (slot % block_size) * token_stride + group * head_stride + d
-        tl.store(keys + target, key_x.to(keys.dtype.element_ty))
-        tl.store(keys + target + HALF, key_y.to(keys.dtype.element_ty))
-        tl.store(values + target, value_x)
-        tl.store(values + target + HALF, value_y)
-        best = tl.sum(query_x * key_x[None, :], axis=1) + tl.sum(query_y * key_y[None, :], axis=1)
+        own = base + (HEADS + group) * 2 * HALF + d
+        own_x, own_y = tl.load(own).to(tl.float32), tl.load(own + HALF).to(tl.float32)
+        own_factor = tl.rsqrt((tl.sum(own_x * own_x) + tl.sum(own_y * own_y)) / (2 * HALF) + eps)
+        own_x, own_y = _rotated(own_x, own_y, k_scale_x, k_scale_y, cos, sin, own_factor)
+        own += KV_HEADS * 2 * HALF
+        own_value_x, own_value_y = tl.load(own), tl.load(own + HALF)
+        kept = (slot // block_size) * block_stride + (slot % block_size) * token_stride + group * head_stride + d
+        tl.store(keys + kept, own_x.to(keys.dtype.element_ty))
+        tl.store(keys + kept + HALF, own_y.to(keys.dtype.element_ty))
+        tl.store(values + kept, own_value_x)
+        tl.store(values + kept + HALF, own_value_y)
+        best = tl.sum(query_x * own_x[None, :], axis=1) + tl.sum(query_y * own_y[None, :], axis=1)
         total = tl.full((GROUP,), 1.0, tl.float32)
-        sum_x += value_x.to(tl.float32)[None, :]
-        sum_y += value_y.to(tl.float32)[None, :]
+        sum_x += own_value_x.to(tl.float32)[None, :]
+        sum_y += own_value_y.to(tl.float32)[None, :]
     count = tl.where(slot >= 0, position, 0).to(tl.int32)
     for begin in range(split * KEYS, count, SPLITS * KEYS):
         index = begin + t
