@@ -401,6 +401,24 @@ def test_a_body_that_is_too_large_is_refused(server, path, size):
     assert answer.status_code == 413
 
 
+def test_a_model_of_0_6b_refuses_instructions(start, tmp_path):
+    from omni_core.checkpoint import Checkpoint
+    from omni_plugin_qwen3_tts.checkpoints import write_checkpoint
+    from omni_plugin_qwen3_tts.requests import Qwen3TTSRequest
+    from omni_plugin_qwen3_tts.speech import Qwen3TTSSpeech
+
+    write_checkpoint(tmp_path / "small", kind="custom-voice", size_name="tiny-0.6b")
+    model = Qwen3TTSSpeech.load(Checkpoint(tmp_path / "small"))
+    http = start(model=model, request_model=Qwen3TTSRequest).http
+    fields = {"input": "Hello.", "instructions": "Shout."}
+    answer = http.post(SPEECH, json=fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "instructions" and "0.6B model takes no instructions" in error["message"]
+    (item,) = http.post(BATCH, json={"items": [fields]}).json()["results"]
+    assert item["status"] == "error" and item["error"] == error
+
+
 def test_an_unknown_model_is_not_found_and_each_served_name_is_known(server, speak):
     for path, body in ((SPEECH, {"input": "x"}), (BATCH, {"items": [{"input": "x"}]})):
         answer = server.http.post(path, json={**body, "model": "nope"})
