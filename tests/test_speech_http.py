@@ -758,6 +758,16 @@ def test_a_bad_message_is_answered_and_the_session_goes_on(talk, message, param)
     assert talk.until("session.done")[0]["sentence_text"] == "x"
 
 
+def test_what_is_sent_after_the_close_does_not_hold_the_session_open(server):
+    """It may come just while the session is being ended; that stayed open until the client had long been silent."""
+    for _ in range(10):
+        with connect(f"ws://127.0.0.1:{server.port}/v1/audio/speech/stream") as socket:
+            for kind in ("session.close", "input.done"):
+                socket.send(json.dumps({"type": kind}))
+            with pytest.raises(websockets.exceptions.ConnectionClosedOK):
+                socket.recv(1)
+
+
 def test_a_session_begins_with_its_config_and_keeps_it_while_text_waits(talk):
     for kind, fields in (("input.text", {"text": "x"}), ("input.done", {})):
         talk.send(kind, **fields)
