@@ -194,6 +194,7 @@ class ModuleEngine:
             self._reader.cancel()
             self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)
+        self._context.term()  # or its threads and files stay, a few for each engine
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

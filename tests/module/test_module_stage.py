@@ -155,6 +155,8 @@ def test_an_engine_that_is_closed_leaves_nothing_on_the_loop_that_would_deafen_l
         session.close()
         os.kill(engine.process.pid, signal.SIGKILL)
         await asyncio.to_thread(engine.close)
+        await asyncio.sleep(0)
+        assert engine._context.closed and engine._socket.closed
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         await asyncio.gather(*(ask(server.sockets[0].getsockname()[1]) for _ in range(30)))
         server.close()
