@@ -93,21 +93,24 @@ class SupervisedModule(SupervisedStage[ModuleEngine]):
 
     sleeps = False
 
-    def open(self, options: Values | None = None) -> _SupervisedSession:
-        """Begin a session, see ``ModuleEngine.open``. Raises ``StageUnavailable``."""
+    def open(self, options: Values | None = None, request_id: str | None = None) -> _SupervisedSession:
+        """Begin a session of a request, see ``ModuleEngine.open``. Raises ``StageUnavailable``."""
         engine, ended = self.hold()
-        return _SupervisedSession(self, engine.open(options), ended)
+        session = engine.open(options)
+        return _SupervisedSession(self, session, ended, request_id or session.id)
 
 
 class _SupervisedSession:
     """A session whose stage may die."""
 
-    def __init__(self, stage: SupervisedModule, session: ModuleSession, ended: asyncio.Future[None]) -> None:
-        self._stage, self._session, self._ended = stage, session, ended
+    def __init__(
+        self, stage: SupervisedModule, session: ModuleSession, ended: asyncio.Future[None], request_id: str
+    ) -> None:
+        self._stage, self._session, self._ended, self._request_id = stage, session, ended, request_id
 
     async def push(self, values: Values) -> Values:
         """One input to its output; raises what ``SupervisedStage.call`` raises."""
-        return await self._stage.call(self._session.push(values), self._ended, self._session.id)
+        return await self._stage.call(self._session.push(values), self._ended, self._request_id)
 
     def close(self) -> None:
         """End the session. Closing twice is fine."""

@@ -103,9 +103,9 @@ class SupervisedStage(Generic[EngineT]):
         """
         try:
             return await self._wait(work, ended, request_id)
-        except EngineDied:
+        except EngineDied as error:  # which does not know whose work it was
             self._died(ended)
-            raise
+            raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
 
     def _died(self, ended: asyncio.Future[None]) -> None:
         """Work says that the engine of ``ended`` died, which may be known already, and another one running."""

@@ -115,7 +115,7 @@ class DecoderSession:
 
 
 class FakeDecoder(FakeStage):
-    def open(self, options: Any = None) -> DecoderSession:
+    def open(self, options: Any = None, request_id: str | None = None) -> DecoderSession:
         return DecoderSession()
 
 
@@ -126,7 +126,7 @@ class FakeEncoder(FakeStage):
         super().__init__("encoder")
         self.seen: list[tuple[int, Any]] = []
 
-    def open(self, options: Any = None) -> FakeEncoder:
+    def open(self, options: Any = None, request_id: str | None = None) -> FakeEncoder:
         self._options = options
         return self
 
@@ -141,12 +141,24 @@ class FakeEncoder(FakeStage):
 class SpeechServer:
     """A real server in a thread: ``url``, the service, and the stages behind it."""
 
-    def __init__(self, folder: Any, *, max_running=4, max_queued=60, limit=1000, fetch=None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Any,
+        *,
+        model: SpeechModel[Any] | None = None,
+        request_model: type[SpeechRequest] = FakeRequest,
+        max_running=4,
+        max_queued=60,
+        limit=1000,
+        fetch=None,
+        **options: Any,
+    ) -> None:
         async def no_fetch(url: str) -> bytes:
             raise RequestError(f"cannot load {url}: nothing is fetched here")
 
         self.talker, self.decoder, self.encoder = FakeTalker(max_running), FakeDecoder("decoder"), FakeEncoder()
-        engine = SpeechEngine(FakeModel(), FakeRequest, self.talker, self.decoder, self.encoder, max_queued)
+        stages = self.talker, self.decoder, self.encoder
+        engine = SpeechEngine(model or FakeModel(), request_model, *stages, max_queued)
         self.engine, self.store = engine, VoiceStore(folder, limit=limit, checkpoint="fake")
         self.service = SpeechService(engine, self.store, ["fake", "tts-1"], fetch or no_fetch, **options)
         app = FastAPI()

@@ -192,6 +192,7 @@ BAD = [
     ({"prompt": "x", "seconds": True}, "seconds"),
     ({"prompt": "x", "seconds": "3600"}, "seconds"),
     ({"prompt": "x", "seconds": "nan"}, "seconds"),
+    ({"prompt": "x", "seconds": "0_1"}, "seconds"),
     ({"prompt": "x", "seconds": "100"}, "seconds"),
     ({"prompt": "x", "seconds": "1", "num_frames": 5}, "seconds"),
     ({"prompt": "x", "n": 2}, "n"),

@@ -1,7 +1,10 @@
 """What is left when a server ends, however it ends."""
 
+import shutil
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -34,12 +37,14 @@ def make_server(serve_toy, tmp_path):
     yield make
     for server in made:
         server.process.kill()
+        shutil.rmtree(server.temporary, ignore_errors=True)
 
 
 def _start(serve_toy, tmp_path, flags):
     results = tmp_path / "results"
-    server = serve_toy(*flags, env={"OMNI_RESULTS_DIR": str(results)})
-    server.results = results
+    temporary = Path(tempfile.mkdtemp(prefix="o-"))  # short, since addresses of sockets are
+    server = serve_toy(*flags, env={"OMNI_RESULTS_DIR": str(results), "TMPDIR": str(temporary)})
+    server.results, server.temporary = results, temporary
     server.children = psutil.Process(server.process.pid).children(recursive=True)
     assert any("EngineCore" in child.name() for child in server.children)
     return server
@@ -68,6 +73,7 @@ def test_a_server_that_is_told_to_stop_leaves_nothing(server, how):
     _, alive = psutil.wait_procs(server.children, timeout=10)
     assert not alive
     assert list(server.results.iterdir()) == []
+    assert [path.name for path in server.temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
 @pytest.mark.parametrize("victim", ["EngineCore", "Worker"])

@@ -185,3 +185,13 @@ def test_a_stage_that_cannot_sleep_is_refused_before_another_sleeps():
     answer = TestClient(app).post("/v1/omni/sleep", json={})
     assert answer.status_code == 400 and "'decoder' is a module stage" in answer.json()["error"]["message"]
     assert slept == []
+
+
+@pytest.mark.parametrize("path", ["/v1/omni/sleep", "/v1/omni/wakeup"])
+def test_a_body_that_is_too_large_is_not_read(path):
+    from fastapi.testclient import TestClient
+
+    app = FastAPI()
+    app.include_router(stage_router({}))
+    answer = TestClient(app).post(path, content=b" " * (64 << 10) + b"{}")
+    assert answer.status_code == 413 and "65536 bytes" in answer.json()["error"]["message"]

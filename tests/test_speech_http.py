@@ -401,6 +401,24 @@ def test_a_body_that_is_too_large_is_refused(server, path, size):
     assert answer.status_code == 413
 
 
+def test_a_model_of_0_6b_refuses_instructions(start, tmp_path):
+    from omni_core.checkpoint import Checkpoint
+    from omni_plugin_qwen3_tts.checkpoints import write_checkpoint
+    from omni_plugin_qwen3_tts.requests import Qwen3TTSRequest
+    from omni_plugin_qwen3_tts.speech import Qwen3TTSSpeech
+
+    write_checkpoint(tmp_path / "small", kind="custom-voice", size_name="tiny-0.6b")
+    model = Qwen3TTSSpeech.load(Checkpoint(tmp_path / "small"))
+    http = start(model=model, request_model=Qwen3TTSRequest).http
+    fields = {"input": "Hello.", "instructions": "Shout."}
+    answer = http.post(SPEECH, json=fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "instructions" and "0.6B model takes no instructions" in error["message"]
+    (item,) = http.post(BATCH, json={"items": [fields]}).json()["results"]
+    assert item["status"] == "error" and item["error"] == error
+
+
 def test_an_unknown_model_is_not_found_and_each_served_name_is_known(server, speak):
     for path, body in ((SPEECH, {"input": "x"}), (BATCH, {"items": [{"input": "x"}]})):
         answer = server.http.post(path, json={**body, "model": "nope"})
@@ -738,6 +756,16 @@ def test_a_bad_message_is_answered_and_the_session_goes_on(talk, message, param)
     talk.send("input.text", text="x")
     talk.send("input.done")
     assert talk.until("session.done")[0]["sentence_text"] == "x"
+
+
+def test_what_is_sent_after_the_close_does_not_hold_the_session_open(server):
+    """It may come just while the session is being ended; that stayed open until the client had long been silent."""
+    for _ in range(10):
+        with connect(f"ws://127.0.0.1:{server.port}/v1/audio/speech/stream") as socket:
+            for kind in ("session.close", "input.done"):
+                socket.send(json.dumps({"type": kind}))
+            with pytest.raises(websockets.exceptions.ConnectionClosedOK):
+                socket.recv(1)
 
 
 def test_a_session_begins_with_its_config_and_keeps_it_while_text_waits(talk):

@@ -6,11 +6,12 @@ Two servers are shared by all tests; the last tests end them, each in its way.
 import base64
 import json
 import signal
+import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from socket import SHUT_RDWR
 
 import httpx
 import numpy as np
@@ -288,14 +289,14 @@ def test_a_client_that_leaves_ends_the_work(custom_voice):
 def test_a_socket_that_is_dropped_ends_the_work(custom_voice):
     cancelled = metric(custom_voice, "omni_requests_total", outcome="cancelled")
     config = {name: value for name, value in LONG.items() if name != "input"}
-    socket = connect(custom_voice.url.replace("http", "ws") + f"{SPEECH}/stream", max_size=None)
-    socket.send(json.dumps({"type": "session.config", "stream_audio": True, **config}))
-    socket.send(json.dumps({"type": "input.text", "text": LONG["input"]}))
-    socket.send(json.dumps({"type": "input.done"}))
-    assert json.loads(socket.recv())["type"] == "audio.start"
-    assert isinstance(socket.recv(), bytes)
+    talking = connect(custom_voice.url.replace("http", "ws") + f"{SPEECH}/stream", max_size=None)
+    talking.send(json.dumps({"type": "session.config", "stream_audio": True, **config}))
+    talking.send(json.dumps({"type": "input.text", "text": LONG["input"]}))
+    talking.send(json.dumps({"type": "input.done"}))
+    assert json.loads(talking.recv())["type"] == "audio.start"
+    assert isinstance(talking.recv(), bytes)
     assert active(custom_voice) == 1
-    socket.socket.shutdown(SHUT_RDWR)  # without a word
+    talking.socket.shutdown(socket.SHUT_RDWR)  # without a word
     wait_for(lambda: active(custom_voice) == 0, 5, "the end of the work")
     assert metric(custom_voice, "omni_requests_total", outcome="cancelled") == cancelled + 1
     assert_golden(speak(custom_voice, **case("custom_voice")).content, "custom_voice")
@@ -305,13 +306,13 @@ def test_a_socket_says_what_a_request_says(custom_voice):
     values = case("custom_voice")
     text = values.pop("text")
     config = {name: value for name, value in values.items() if value is not None}
-    with connect(custom_voice.url.replace("http", "ws") + f"{SPEECH}/stream", max_size=None) as socket:
-        socket.send(json.dumps({"type": "session.config", "stream_audio": True, "response_format": "pcm", **config}))
+    with connect(custom_voice.url.replace("http", "ws") + f"{SPEECH}/stream", max_size=None) as talking:
+        talking.send(json.dumps({"type": "session.config", "stream_audio": True, "response_format": "pcm", **config}))
         for word in (text[:9], text[9:]):
-            socket.send(json.dumps({"type": "input.text", "text": word}))
-        socket.send(json.dumps({"type": "input.done"}))
-        socket.send(json.dumps({"type": "session.close"}))
-        frames = list(socket)
+            talking.send(json.dumps({"type": "input.text", "text": word}))
+        talking.send(json.dumps({"type": "input.done"}))
+        talking.send(json.dumps({"type": "session.close"}))
+        frames = list(talking)
     sounds = [frame for frame in frames if isinstance(frame, bytes)]
     assert len(sounds) > 1
     assert_golden(b"".join(sounds), "custom_voice")
@@ -329,7 +330,7 @@ def test_text_that_cannot_be_said_is_refused(custom_voice):
     assert refused(custom_voice, "")["param"] == refused(custom_voice, "x" * 20_001)["param"] == "input"
     assert refused(custom_voice, " \n")["param"] == "input"
     long = refused(custom_voice, "a b " * 500)
-    assert "too long" in long["message"], long
+    assert "too long" in long["message"] and long["param"] == "input", long
 
 
 def test_emoji_and_other_alphabets_are_said(custom_voice):
@@ -389,6 +390,16 @@ def process_of(server, stage):
     return process
 
 
+def assert_every_connection_is_answered(server):
+    """Whatever file descriptors a stage that is gone has left free, and connections get now."""
+    connections = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(50)]
+    for connection in connections:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+    for connection in connections:
+        with connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+
+
 @pytest.mark.parametrize("stage", ["talker", "decoder"])
 def test_a_dead_stage_fails_its_requests_and_is_started_again(custom_voice, stage):
     restarts = custom_voice.http.get("/health").json()["stages"][stage]["restarts"]
@@ -401,7 +412,7 @@ def test_a_dead_stage_fails_its_requests_and_is_started_again(custom_voice, stag
         with pytest.raises(httpx.RemoteProtocolError):
             list(pieces)
         error = whole.result()
-        assert f"stage '{stage}' died" in error.json()["error"]["message"]
+        assert f"stage '{stage}' died while request speech-" in error.json()["error"]["message"]
     health = custom_voice.http.get("/health")
     assert health.status_code == 503
     states = {name: values["state"] for name, values in health.json()["stages"].items()}
@@ -410,6 +421,7 @@ def test_a_dead_stage_fails_its_requests_and_is_started_again(custom_voice, stag
     assert stage in refusal.json()["error"]["message"] and int(refusal.headers["retry-after"]) >= 1
     wait_for(lambda: custom_voice.http.get("/health").status_code == 200, 240, "the restart")
     assert custom_voice.http.get("/health").json()["stages"][stage]["restarts"] == restarts + 1
+    assert_every_connection_is_answered(custom_voice)
     assert_golden(speak(custom_voice, **case("custom_voice")).content, "custom_voice")
 
 
@@ -448,17 +460,42 @@ def test_sixty_requests_leave_memory_threads_and_files_flat(custom_voice):
 # The end
 
 
+def under_way(server, **fields):
+    """Begin a long request in a thread, and return once it gives sound."""
+    begun = threading.Event()
+
+    def read():
+        try:
+            with streaming(server, **fields) as answer:
+                for _ in answer.iter_raw():
+                    begun.set()
+        except httpx.HTTPError:
+            pass
+        begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(30)
+    return thread
+
+
 def test_a_server_that_is_told_to_stop_leaves_nothing(custom_voice):
     left = children(custom_voice)
     assert len(left) >= 2
+    reader = under_way(custom_voice)
     assert custom_voice.stop(signal.SIGTERM) == 0
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
+    reader.join(10)
+    assert not reader.is_alive()
 
 
-def test_no_child_outlives_a_server_that_was_killed(base):
+def test_no_child_outlives_a_server_that_was_killed(base, reference):
     left = children(base)
     assert len(left) >= 3
+    reader = under_way(base, voice=None, ref_audio=data_url(reference), x_vector_only_mode=True)
     base.process.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
+    reader.join(10)
+    assert not reader.is_alive()

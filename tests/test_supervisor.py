@@ -291,16 +291,16 @@ def test_work_of_an_engine_that_died_leaves_the_one_after_it_alone(monkeypatch):
         monkeypatch.setattr(FakeEngine, "open", lambda engine, options: FakeSession(), raising=False)
         start = Starter()
         stage = SupervisedModule(start)
-        session = stage.open()
+        session = stage.open(request_id="speech-1")
         start.engines[0].die()
-        with pytest.raises(GenerationError, match="stage 'diffusion' died"):  # while it is restarted
+        with pytest.raises(GenerationError, match="stage 'diffusion' died while request speech-1 was in it"):
             await session.push({})
         await until(lambda: stage.state == "running")
         with pytest.raises(GenerationError, match="stage 'diffusion' died"):
             await session.push({})
         assert (stage.state, stage.restarts, len(start.engines)) == ("running", 1, 2)
-        with pytest.raises(EngineDied):  # of the engine that runs: it is news
-            await stage.open().push({})
+        with pytest.raises(EngineDied, match="died while request speech-2 was in it"):  # of the engine that runs: news
+            await stage.open(request_id="speech-2").push({})
         assert stage.state == "restarting"
         await until(lambda: stage.state == "running")
         stage.close()

@@ -54,8 +54,12 @@ async def read_body(request: Request, *, limit: int, files: Sequence[str] = ()) 
         return await _read_form(request, kind, limit, files), False
     if kind != "application/json":
         raise RequestError(f"content type {kind!r} is not supported; send application/json or multipart/form-data")
-    raw = b"".join([chunk async for chunk in _bounded(request, limit)])
-    return read_object(raw, "the body"), True
+    return read_object(await read_bytes(request, limit), "the body"), True
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The whole body. Raises ``HttpError`` where it is larger than ``limit``."""
+    return b"".join([chunk async for chunk in _bounded(request, limit)])
 
 
 def read_object(text: str | bytes, what: str) -> dict[str, Any]:
@@ -177,8 +181,10 @@ def _exclusive(values: Mapping[str, Any], name: str, *others: str) -> None:
 
 def _positive(value: Any) -> float:
     """A number, or a string that is one, as a float; -1 for anything else."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # which Python takes in numbers
+        return -1.0
     try:
-        return -1.0 if isinstance(value, bool) else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return -1.0
 

@@ -122,7 +122,8 @@ class StreamAnswer(Response):
 
         async def sending(message: Message) -> None:
             try:
-                await asyncio.wait_for(send(message), SEND_SECONDS)
+                async with asyncio.timeout(SEND_SECONDS):  # wait_for would swallow a cancellation once it is sent
+                    await send(message)
             except TimeoutError:
                 raise OSError(f"the client took nothing for {SEND_SECONDS:g} seconds") from None
 

@@ -1,7 +1,8 @@
 """``/v1/audio/speech/stream``: a WebSocket that takes text bit by bit and answers each flush with speech.
 
 One task reads what the client sends, another speaks the utterances in turn, so that a client that leaves is noticed at
-once, and text of the next utterance is taken while one is spoken.
+once, and text of the next utterance is taken while one is spoken. Neither uses ``asyncio.wait_for``, which in Python
+3.11 swallows a cancellation that comes together with what it waits for.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class SpeechSocket:
             if left <= 0 and not busy:
                 raise _Closed(POLICY, f"nothing was sent for {self._idle_seconds:g} seconds")
             try:
-                message = await asyncio.wait_for(self._socket.receive(), self._idle_seconds if busy else left)
+                async with asyncio.timeout(self._idle_seconds if busy else left):
+                    message = await self._socket.receive()
                 break
             except TimeoutError:
                 continue
@@ -212,7 +214,8 @@ class SpeechSocket:
             started = True
             async with aclosing(making.pieces()) as pieces:
                 async for piece in pieces:
-                    await asyncio.wait_for(self._socket.send_bytes(piece), SEND_SECONDS)
+                    async with asyncio.timeout(SEND_SECONDS):
+                        await self._socket.send_bytes(piece)
                     sent += len(piece)
             usage = {"usage": making.usage(), "finish_reason": making.finish_reason}
         except (WebSocketDisconnect, OSError, TimeoutError):
@@ -240,4 +243,5 @@ class SpeechSocket:
         await self._event("error", error=error_body(error), **names)
 
     async def _event(self, kind: str, **values: Any) -> None:
-        await asyncio.wait_for(self._socket.send_json({"type": kind, **values}), SEND_SECONDS)
+        async with asyncio.timeout(SEND_SECONDS):
+            await self._socket.send_json({"type": kind, **values})

@@ -10,10 +10,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omni_core.errors import RequestError, StageUnavailable
+from omni_core.http.bodies import read_bytes
 from omni_core.http.declared import HealthAnswer, StagesAnswer, answers, json_body
 from omni_core.http.errors import Route
 from omni_core.http.parsing import load_json
 from omni_core.supervisor import SleepMode, StageState, SupervisedStage
+
+MAX_BODY_BYTES = 64 << 10
+REFUSED = (400, 413, 503)
 
 
 class SleepRequest(BaseModel):
@@ -54,7 +58,7 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={"Retry-After": str(StageUnavailable.retry_after)})
 
-    @router.post("/v1/omni/sleep", openapi_extra=json_body(SleepRequest), responses=answers(StagesAnswer, 400, 503))
+    @router.post("/v1/omni/sleep", openapi_extra=json_body(SleepRequest), responses=answers(StagesAnswer, *REFUSED))
     async def sleep(request: Request) -> Response:
         """Free the device memory of stages."""
         wanted = await _read(request, SleepRequest)
@@ -66,7 +70,7 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
             await stage.sleep(wanted.level, wanted.mode)
         return JSONResponse({"stages": statuses()})
 
-    @router.post("/v1/omni/wakeup", openapi_extra=json_body(WakeUpRequest), responses=answers(StagesAnswer, 400, 503))
+    @router.post("/v1/omni/wakeup", openapi_extra=json_body(WakeUpRequest), responses=answers(StagesAnswer, *REFUSED))
     async def wake_up(request: Request) -> Response:
         """Bring stages back."""
         wanted = await _read(request, WakeUpRequest)
@@ -78,7 +82,7 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
 
 
 async def _read(request: Request, model: type[Any]) -> Any:
-    raw = await request.body()
+    raw = await read_bytes(request, MAX_BODY_BYTES)
     try:
         return model.model_validate(load_json(raw) if raw.strip() else {})
     except ValidationError as error:
@@ -93,5 +97,5 @@ def _named(names: list[str] | None, stages: Mapping[str, SupervisedStage[Any]]) 
     """The stages of these names, all of them for ``None``."""
     for name in names or ():
         if name not in stages:
-            raise RequestError(f"there is no stage {name!r}; this server has {', '.join(stages)}", "stages")
+            raise RequestError(f"there is no stage {name!r:.80}; this server has {', '.join(stages)}", "stages")
     return [stage for name, stage in stages.items() if names is None or name in names]

@@ -172,13 +172,33 @@ class ModuleEngine:
             return
         self._closed = True
         self._unwatch()
-        if self._reader is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._reader.cancel)
         if self.process.pid is not None:
             self.process.terminate()
             self.process.join(5)
             if self.process.is_alive():
                 self.process.kill()
                 self.process.join()
-        self._socket.close(linger=0)
+        if self._loop is not None and self._loop.is_running() and self._loop is not _running_loop():
+            self._loop.call_soon_threadsafe(self._close_socket)
+        else:
+            self._close_socket()
         self._folder.cleanup()
+
+    def _close_socket(self) -> None:
+        """Close the socket once its loop watches it no more; call it where the loop does not run meanwhile.
+
+        The number of its file descriptor is soon another file's. A loop that still watches it would never hear of that
+        file, such as the connection of a client.
+        """
+        if self._reader is not None and self._loop is not None and not self._loop.is_closed():
+            self._reader.cancel()
+            self._loop.remove_reader(self._socket.FD)
+        self._socket.close(linger=0)
+        self._context.term()  # or its threads and files stay, a few for each engine
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

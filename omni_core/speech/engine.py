@@ -57,7 +57,7 @@ class SessionStage(Protocol):
 
     stage: str
 
-    def open(self, options: Mapping[str, Any] | None = None) -> Session: ...
+    def open(self, options: Mapping[str, Any] | None = None, request_id: str | None = None) -> Session: ...
 
     def check_available(self) -> None: ...
 
@@ -156,11 +156,13 @@ class SpeechEngine:
         """All of them."""
         return [self.talker, self.decoder, *([] if self.encoder is None else [self.encoder])]
 
-    async def encode_reference(self, samples: npt.NDArray[np.float32], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def encode_reference(
+        self, samples: npt.NDArray[np.float32], options: Mapping[str, Any], request_id: str | None = None
+    ) -> Mapping[str, Any]:
         """What the reference encoder makes of sound, float32 [samples] at the model's rate, mono."""
         if self.encoder is None:
             raise RequestError("this model takes no reference sound", "ref_audio")
-        session = self.encoder.open(options)
+        session = self.encoder.open(options, request_id)
         try:
             return await session.push({"audio": np.asarray(samples, np.float32)})
         finally:
@@ -183,7 +185,7 @@ class SpeechEngine:
         outcome, seconds, begin = "error", dict[str, float](), time.perf_counter()
         self.running += 1
         try:
-            utterance = await self._utterance(request)
+            utterance = await self._utterance(request, request_id)
             seconds["encode"] = time.perf_counter() - begin
             async with aclosing(self._sound(utterance, request_id)) as sounds:  # type: ignore[type-var]
                 async for sound in sounds:
@@ -200,17 +202,17 @@ class SpeechEngine:
             self.ended[outcome] += 1
             self.on_end(RequestRecord(outcome, {**seconds, "whole": time.perf_counter() - begin}))
 
-    async def _utterance(self, request: SpeechRequest) -> Utterance:
+    async def _utterance(self, request: SpeechRequest, request_id: str) -> Utterance:
         options = self.model.reference_options(request)
         if request.stored_voice is not None or options is None:
             return self.model.utterance(request, request.stored_voice)
         assert request.reference is not None
-        return self.model.utterance(request, await self.encode_reference(request.reference, options))
+        return self.model.utterance(request, await self.encode_reference(request.reference, options, request_id))
 
     async def _sound(self, utterance: Utterance, request_id: str) -> AsyncIterator[Sound]:
         """Decode frames while further ones are made."""
         async with AsyncExitStack() as stack:
-            session = self.decoder.open()
+            session = self.decoder.open(request_id=request_id)
             stack.callback(session.close)
             if utterance.before is not None:
                 await session.push({"codes": utterance.before, "silent": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from omni_core.config.model import Resolved
 from omni_core.diffusion.results import sweep
 from omni_core.errors import ConfigError
 from omni_core.http.declared import describe
+from omni_core.http.files import lock_folder
 from omni_core.http.jobs import JobStore
 from omni_core.http.metrics import StageCollector
 from omni_core.http.speech import SpeechService, speech_router
@@ -50,7 +52,11 @@ logger = init_logger(__name__)
 Stages = Mapping[str, SupervisedStage[Any]]
 """The stages of the pipeline by name, the front one first."""
 
-PRIVATE_STORE = "omni-store-"
+PRIVATE_STORE, PRIVATE_SOCKETS = "omni-store-", "omni-sockets-"
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+
+_LONGEST_SOCKETS = 107 - len("/") - 36
+"""The longest folder of sockets: Linux gives an address 107 bytes, and vLLM calls a socket by a UUID."""
 
 # Routes of the stock app that need a token model: they could only answer with a server error.
 _TOKEN_ROUTES = ("/tokenize", "/detokenize", "/v1/systemone", "/v1/decisions", "/invocations")
@@ -73,6 +79,7 @@ def serve(resolved: Resolved, args: Namespace) -> None:
         listen_address, sock = _listen(args)
         stack.callback(sock.close)
         store = _open_store(resolved, stack)
+        _keep_sockets(stack)
         # Outside the event loop, under which a signal would wait until the model is loaded.
         stages = start_stages(resolved, stack)
         uvloop.run(_serve(resolved, args, listen_address, sock, stages, store))
@@ -97,6 +104,17 @@ def _folder(wanted: Path | None, prefix: str, stack: ExitStack) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _keep_sockets(stack: ExitStack) -> None:
+    """Have vLLM make its sockets in a folder that goes with this server: it leaves them lying in the temporary one."""
+    if SOCKETS_VARIABLE in os.environ:
+        return
+    folder = _folder(None, PRIVATE_SOCKETS, stack)
+    if len(str(folder)) > _LONGEST_SOCKETS:
+        return
+    stack.callback(os.close, lock_folder(folder, "the folder of sockets"))
+    os.environ[SOCKETS_VARIABLE] = str(folder)
 
 
 def _open_store(resolved: Resolved, stack: ExitStack) -> JobStore | VoiceStore:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 
 from omni_core.errors import EngineDied, GenerationError, StageStartError
 from omni_core.module.client import ModuleEngine
@@ -130,3 +131,34 @@ def test_the_death_of_the_process_fails_what_waits():
     asyncio.run(run())
     engine.close()
     engine.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_an_engine_that_is_closed_leaves_nothing_on_the_loop_that_would_deafen_later_connections(run):
+    """File descriptors are numbers that come back: one still watched for the engine would be some client's."""
+
+    async def answer(reader, writer):
+        writer.write(await reader.readexactly(1))
+        writer.close()
+
+    async def ask(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"x")
+        assert await asyncio.wait_for(reader.read(), 5) == b"x"
+        writer.close()
+
+    async def work():
+        engine = ModuleEngine(settings())
+        engine.watch(lambda: None)
+        session = engine.open()
+        await session.push(ones(1))
+        session.close()
+        os.kill(engine.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(engine.close)
+        await asyncio.sleep(0)
+        assert engine._context.closed and engine._socket.closed
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        await asyncio.gather(*(ask(server.sockets[0].getsockname()[1]) for _ in range(30)))
+        server.close()
+
+    run(work())

@@ -97,7 +97,8 @@ class TalkerEngine(VllmEngine):
         if job.prompt_length >= limit:
             raise RequestError(
                 f"the request is too long: its prompt is {job.prompt_length} rows, and stage {self.stage!r} holds "
-                f"{limit} with the speech (max_model_len)"
+                f"{limit} with the speech (max_model_len)",
+                "input",
             )
         return replace(job, max_frames=min(job.max_frames, limit - job.prompt_length))
 

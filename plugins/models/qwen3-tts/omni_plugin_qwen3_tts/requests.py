@@ -35,7 +35,7 @@ class Qwen3TTSRequest(SpeechRequest):
     temperature: float | None = Field(default=None, ge=0, le=2, description=f"0 takes the likeliest; {_CHECKPOINT}.")
     top_k: int | None = Field(default=None, ge=0, le=100_000, description=f"0 for all; {_CHECKPOINT}.")
     top_p: float | None = Field(default=None, gt=0, le=1, description=f"1 for all; {_CHECKPOINT}.")
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10, description=f"1 for none; {_CHECKPOINT}.")
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10, description=f"1 for none; {_CHECKPOINT}.")
     subtalker_temperature: float | None = Field(
         default=None, ge=0, le=2, description=f"0 takes the likeliest; {_CHECKPOINT}."
     )

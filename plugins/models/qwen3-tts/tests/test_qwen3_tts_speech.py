@@ -113,6 +113,12 @@ def test_other_defaults_of_a_checkpoint_hold(tmp_path, checkpoint_of):
     assert job(model, temperature=0.3).tokens.temperature == 0.3, "what is asked for comes first"
 
 
+def test_a_penalty_that_no_float_can_divide_by_is_refused():
+    """In float32 it would be 0, and what is drawn of such logits may be no code at all."""
+    with pytest.raises(RequestError, match="repetition_penalty=1e-46"):
+        ask(repetition_penalty=1e-46)
+
+
 def test_sampling_that_is_asked_for_holds(custom):
     made = job(
         custom, temperature=0.0, top_k=3, top_p=0.5, repetition_penalty=1.0,
