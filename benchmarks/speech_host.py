@@ -160,7 +160,11 @@ def clients(port: int, streams: int, frames: int, rounds: int, results: Any) -> 
 
     for _ in range(rounds):
         begin = time.perf_counter()
-        seen = asyncio.run(work())
+        try:
+            seen = asyncio.run(work())
+        except BaseException as error:
+            results.put(("round", repr(error), []))
+            raise
         results.put(("round", time.perf_counter() - begin, seen))
 
 
@@ -246,7 +250,9 @@ async def measure(service: Any, core: Any, arguments: argparse.Namespace) -> dic
         before, switches = time.process_time(), resource.getrusage(resource.RUSAGE_SELF)
         _, seconds, seen = await asyncio.to_thread(results.get, timeout=arguments.timeout)
         spent, after = time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF)
-        print(f"round {number}: {seconds:.1f} s", flush=True)
+        print(f"round {number}: {seconds}", flush=True)
+        if isinstance(seconds, str):
+            raise SystemExit(seconds)
         if not number:
             continue  # of warming up
         frames = arguments.streams * arguments.frames
@@ -278,7 +284,7 @@ def main() -> None:
     add("--streams", type=int, default=64, help="at once")
     add("--frames", type=int, default=200, help="of a stream")
     add("--step-ms", type=float, default=40, help="time between two frames of a stream")
-    add("--timeout", type=float, default=100, help="seconds that a round may take")
+    add("--timeout", type=float, default=30, help="seconds that a round may take")
     add("--rounds", type=int, default=3)
     add("--log-stats", action="store_true", help="with vLLM's own statistics, as by default")
     add("--profile", type=int, default=0, metavar="LINES", help="print a profile of the event loop's thread")

@@ -212,7 +212,8 @@ class SpeechSocket:
             started = True
             async with aclosing(making.pieces()) as pieces:
                 async for piece in pieces:
-                    await asyncio.wait_for(self._socket.send_bytes(piece), SEND_SECONDS)
+                    async with asyncio.timeout(SEND_SECONDS):
+                        await self._socket.send_bytes(piece)
                     sent += len(piece)
             usage = {"usage": making.usage(), "finish_reason": making.finish_reason}
         except (WebSocketDisconnect, OSError, TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -24,6 +25,9 @@ from omni_core.speech.contract import SpeechModel
 from omni_core.vllm.ar.channel import unpack_codes
 from omni_core.vllm.engine import VllmEngine
 
+MAX_INTERVAL = 8
+"""The most frames that vLLM hands over at a time."""
+
 TextStream = AsyncIterator[Sequence[int]]
 """Text ids as they become known; its end is the end of the text."""
 
@@ -39,6 +43,9 @@ class TalkerEngine(VllmEngine):
 
     def __init__(self, resolved: Resolved, config: StageConfig, model: SpeechModel[Any]) -> None:
         self.num_code_groups, self.end_code, self.stand_in = model.num_code_groups, model.end_code, model.stand_in
+        self._frame_seconds = model.samples_per_frame / model.sample_rate
+        self._pace = 0.0
+        """Seconds that a frame of a stream takes lately; 0 while that is not known."""
         self._ended: list[str] = []
         super().__init__(config.stage.name, resolved, engine_arguments(resolved, config, self.num_code_groups))
         if not self.client.vllm_config.use_v2_model_runner:
@@ -72,10 +79,14 @@ class TalkerEngine(VllmEngine):
         else:
             parameters = self._parameters(job, key, job.text, 1, told)
             prompt = self._pieces(job, key, more_text, told)
-        made = 0
+        made, before = 0, 0.0
         try:
             async with aclosing(self.client.generate(prompt, parameters, request_id)) as outputs:
                 async for output in outputs:
+                    now = time.perf_counter()
+                    if before and more_text is None:
+                        self._note(now - before, len(output.outputs[0].token_ids))
+                    before = now
                     if told:  # the worker has seen them
                         self._ended = [one for one in self._ended if one not in told]
                         told = ()
@@ -90,6 +101,21 @@ class TalkerEngine(VllmEngine):
             raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
         finally:
             self._ended.append(key)
+
+    def _note(self, seconds: float, frames: int) -> None:
+        """Remember how long the frames of a stream took."""
+        if frames:
+            self._pace += (0.2 if self._pace else 1.0) * (seconds / frames - self._pace)
+
+    def _interval(self) -> int:
+        """How many frames a new request gets at a time, after the first, which comes at once.
+
+        Handing over costs more than a frame does, so that they come together as far as half a frame's sound goes: the
+        client has the first frame's to play meanwhile.
+        """
+        if not self._pace:
+            return 1
+        return max(1, min(MAX_INTERVAL, int(self._frame_seconds / 2 / self._pace)))
 
     def _fit(self, job: TalkerJob) -> TalkerJob:
         """The job with no more frames than there is room for behind its prompt."""
@@ -127,6 +153,7 @@ class TalkerEngine(VllmEngine):
             logprobs=self.num_code_groups - 1,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=self._interval(),
             extra_args=piece.to_extra_args(),
         )
 
