@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import marshal
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -129,16 +130,20 @@ class Piece:
     ended: Sequence[str] = ()
 
     def to_extra_args(self) -> dict[str, Any]:
-        """The form that goes into ``SamplingParams.extra_args``."""
-        values = asdict(self)
-        return {JOB_KEY: {**values, "text": list(self.text), "ended": list(self.ended)}}
+        """The form that goes into ``SamplingParams.extra_args``: bytes, since vLLM checks and copies every number there.
+
+        Of ``marshal``, which knows plain data alone and keeps tuples; both ends are of one interpreter.
+        """
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain = {"prompt": dict(self.prompt), "text": list(self.text), "ended": list(self.ended)}
+        return {JOB_KEY: marshal.dumps({**values, **plain, "codes": asdict(self.codes)})}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> Piece | None:
         """Read back what ``to_extra_args`` wrote; ``None`` where it did not, as in requests of vLLM's own warm-up."""
         if not extra_args or JOB_KEY not in extra_args:
             return None
-        values = dict(extra_args[JOB_KEY])
+        values = marshal.loads(extra_args[JOB_KEY])
         return cls(**{**values, "codes": CodeSampling(**values["codes"])})
 
 

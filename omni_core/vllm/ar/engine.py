@@ -22,7 +22,7 @@ from omni_core.errors import EngineDied, GenerationCancelled, GenerationError, R
 from omni_core.pipeline import TalkerStage
 from omni_core.plugins.declarations import load_reference
 from omni_core.speech.contract import SpeechModel
-from omni_core.vllm.ar.channel import unpack_codes
+from omni_core.vllm.ar.channel import keep_codes_only, unpack_codes
 from omni_core.vllm.engine import VllmEngine
 
 MAX_INTERVAL = 8
@@ -54,6 +54,8 @@ class TalkerEngine(VllmEngine):
                 f"stage {self.stage!r} cannot start: vLLM chose its old model runner, which has no hooks for talkers; "
                 "unset VLLM_USE_V2_MODEL_RUNNER and VLLM_TARGET_DEVICE, and see that Triton is installed"
             )
+
+        keep_codes_only(self.client.output_processor)
 
     async def generate(
         self, job: TalkerJob, request_id: str, more_text: TextStream | None = None
