@@ -111,7 +111,7 @@ class _Pace:
         if seconds >= self._frame_seconds:
             return CHUNKS[min(self._chunks, len(CHUNKS) - 1)]
         left = self._frames * self._frame_seconds - (time.perf_counter() - self._begin)
-        return _chunk(int(SHARE * left / seconds)) if seconds else CHUNKS[0]
+        return _chunk(int(SHARE * left / seconds))
 
 
 def _chunk(frames: int) -> int:
@@ -260,7 +260,8 @@ class _Feed:
     Attributes:
         done: whether there are no more frames than have been read.
         reason: why, once there are not.
-        seconds: how long a frame took lately; 0 while that is not known.
+        seconds: how long a frame has taken, with the wait for the first in it. Over all of them, since two arrivals
+            in turn say nothing where this process was kept from reading.
     """
 
     def __init__(self, frames: AsyncIterator[Frames]) -> None:
@@ -272,15 +273,13 @@ class _Feed:
         self._task = asyncio.get_running_loop().create_task(self._follow(frames))
 
     async def _follow(self, frames: AsyncIterator[Frames]) -> None:
-        before = 0.0
+        begin, read = time.perf_counter(), 0
         try:
             async for some in frames:
-                now = time.perf_counter()
-                if before and len(some.codes):
-                    self.seconds = (now - before) / len(some.codes)
-                before = now
                 self._read.append(some.codes)
                 self._count += len(some.codes)
+                read += len(some.codes)
+                self.seconds = (time.perf_counter() - begin) / max(1, read)
                 if some.finish_reason is not None:
                     self.done, self.reason = True, some.finish_reason
                 if self.done or self._count >= self._wanted:

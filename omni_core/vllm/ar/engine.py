@@ -81,14 +81,12 @@ class TalkerEngine(VllmEngine):
         else:
             parameters = self._parameters(job, key, job.text, 1, told)
             prompt = self._pieces(job, key, more_text, told)
-        made, before = 0, 0.0
+        made, pace = 0, _Pace()
         try:
             async with aclosing(self.client.generate(prompt, parameters, request_id)) as outputs:
                 async for output in outputs:
-                    now = time.perf_counter()
-                    if before and more_text is None:
-                        self._note(now - before, len(output.outputs[0].token_ids))
-                    before = now
+                    if more_text is None and (seconds := pace.note(len(output.outputs[0].token_ids))):
+                        self._pace += (0.2 if self._pace else 1.0) * (seconds - self._pace)
                     if told:  # the worker has seen them
                         self._ended = [one for one in self._ended if one not in told]
                         told = ()
@@ -103,11 +101,6 @@ class TalkerEngine(VllmEngine):
             raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
         finally:
             self._ended.append(key)
-
-    def _note(self, seconds: float, frames: int) -> None:
-        """Remember how long the frames of a stream took."""
-        if frames:
-            self._pace += (0.2 if self._pace else 1.0) * (seconds / frames - self._pace)
 
     def _interval(self) -> int:
         """How many frames a new request gets at a time, after the first, which comes at once.
@@ -201,6 +194,25 @@ class TalkerEngine(VllmEngine):
         if len(codes) >= room:
             return Frames(codes[:room], "length")
         return Frames(codes, completion.finish_reason if output.finished and not streaming else None)
+
+
+class _Pace:
+    """How long the frames of a stream take, of so many that it does not matter when this process came to read them."""
+
+    WINDOW = 16
+
+    def __init__(self) -> None:
+        self._begin, self._frames = 0.0, 0
+
+    def note(self, frames: int) -> float:
+        """Take note of frames that have come. Returns seconds a frame once in a while, else 0."""
+        now = time.perf_counter()
+        self._frames += frames
+        if self._begin and self._frames < self.WINDOW:
+            return 0.0
+        seconds = (now - self._begin) / self._frames if self._begin else 0.0
+        self._begin, self._frames = now, 0
+        return seconds
 
 
 def engine_arguments(resolved: Resolved, config: StageConfig, num_code_groups: int) -> dict[str, Any]:
