@@ -5,8 +5,8 @@
 
 The API process is the real one: uvicorn, the endpoint, ``SpeechEngine``, ``TalkerEngine`` and vLLM's ``AsyncLLM`` with
 its sockets and its output processor. What it talks to is made up, each in a process of its own: an engine core that
-answers every request with a random frame each step, a decoder that answers with silence, clients that read. The figure is
-the processor time of the API process for a frame of one stream.
+answers every request with a random frame each step, a decoder that answers with noise, clients that read. The figure
+is the processor time of the API process for a frame of one stream; it means little on a machine that does other work.
 """
 
 from __future__ import annotations
@@ -64,10 +64,19 @@ class QuietDecoder(StageModule[None]):
 # The engine core
 
 
-def engine_core(input_address: str, output_address: str, step_seconds: float, groups: int, end_code: int, spent: Any) -> None:
+def engine_core(
+    input_address: str, output_address: str, step_seconds: float, groups: int, end_code: int, spent: Any
+) -> None:
     """Answers as ``EngineCoreProc`` does, with random codes, until each request has its ``max_tokens``."""
     import zmq
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason, UtilityOutput
+    from vllm.v1.engine import (
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        EngineCoreRequestType,
+        FinishReason,
+        UtilityOutput,
+    )
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
@@ -135,7 +144,8 @@ def clients(port: int, streams: int, frames: int, rounds: int, results: Any) -> 
     """Read ``streams`` answers at once, ``rounds`` times over; puts what was seen of each round."""
     body = {"input": "On and on.", "voice": "ryan", "seed": 1, "stream": True, "response_format": "pcm"}
     data = json.dumps({**body, "max_new_tokens": frames}).encode()
-    head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
 
     async def one() -> tuple[float, float, int, int]:
         begin = time.perf_counter()
@@ -291,6 +301,7 @@ def main() -> None:
     add("--record", action="store_true", help="append the run to docs/performance.md")
     arguments = parser.parse_args()
     import uvloop
+
     from omni_plugin_qwen3_tts.checkpoints import write_checkpoint
 
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -302,7 +313,8 @@ def main() -> None:
     row = [str(arguments.streams), f"{arguments.step_ms:g}"]
     row += [f"{statistics.median(values):.2f}" for values in figures.values()]
     text = table(("streams", "step, ms", *COLUMNS), [row])
-    finish("Processor time of streamed speech in the API process", text, figures, "the column's unit", record=arguments.record)
+    title = "Processor time of streamed speech in the API process"
+    finish(title, text, figures, "the column's unit", record=arguments.record)
 
 
 if __name__ == "__main__":

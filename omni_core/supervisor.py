@@ -241,8 +241,8 @@ class _Ended(Exception):
 class _Until:
     """Awaits work that ends when the engine does: an engine that has died leaves waiting who waits for it.
 
-    The task that waits is cancelled then, as ``asyncio.timeout`` does it. A task of its own for each piece of work would
-    cost more than the work: a stream waits for every few frames.
+    The task that waits is cancelled then, as ``asyncio.timeout`` does it. A task of its own for each piece of work
+    would cost more than the work: a stream waits for every few frames.
 
     Args:
         ended: done when the engine has ended.

@@ -130,7 +130,7 @@ class Piece:
     ended: Sequence[str] = ()
 
     def to_extra_args(self) -> dict[str, Any]:
-        """The form that goes into ``SamplingParams.extra_args``: bytes, since vLLM checks and copies every number there.
+        """The form that goes into ``SamplingParams.extra_args``: bytes, since vLLM checks and copies each number there.
 
         Of ``marshal``, which knows plain data alone and keeps tuples; both ends are of one interpreter.
         """

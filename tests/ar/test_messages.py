@@ -131,10 +131,12 @@ def test_codes_come_through_vllm_s_output_processor_read_or_not(interval):
         tokens = pack_codes(torch.from_numpy(of_both)).numpy()
         lists = LogprobsLists(tokens, np.zeros((2, 4), np.float32), np.zeros(2, np.int32))
         reason = FinishReason.LENGTH if step == 7 else None
-        processor.process_outputs([
-            EngineCoreOutput(name, [int(tokens[index, 0])], lists.slice_request(index, 1), finish_reason=reason)
-            for index, name in enumerate(queues)
-        ])
+        processor.process_outputs(
+            [
+                EngineCoreOutput(name, [int(tokens[index, 0])], lists.slice_request(index, 1), finish_reason=reason)
+                for index, name in enumerate(queues)
+            ]
+        )
         if (output := queues["read"].get_nowait()) is not None:
             seen.append(output)
     sizes = [len(output.outputs[0].token_ids) for output in seen]

@@ -1,8 +1,8 @@
 """Codes as vLLM's log-probabilities carry them: each with the number of its group, so that no two of a frame are equal.
 
 Where a client is slower than the engine, vLLM joins what waits for it, and on the way makes a dictionary of each
-position's tokens, in which equal ones would be one. ``CodesOnly`` spares it that work, and most of the other: a list of
-numbers, a float and a rank for each of a frame's codes cost the front end more than all else that vLLM does for a frame.
+position's tokens, in which equal ones would be one. ``CodesOnly`` spares it that work, and most of the other: lists of
+numbers, floats and ranks of each frame's codes cost the front end more than all else that vLLM does for a frame.
 """
 
 from __future__ import annotations
