@@ -283,7 +283,8 @@ async def measure(service: Any, core: Any, arguments: argparse.Namespace) -> dic
 
 
 COLUMNS = (
-    "API, us a frame", "core, us a frame", "wall, ms a step", "first sound, ms", "longest stall, ms", "frames a piece", "switches a frame",
+    "API, us a frame", "core, us a frame", "wall, ms a step", "first sound, ms", "longest stall, ms", "frames a piece",
+    "switches a frame",
 )  # fmt: skip
 
 
