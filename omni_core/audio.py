@@ -262,6 +262,11 @@ class SoundEncoder:
         else:
             self._encoder = _Plain(sample_rate if name == "wav" else None, streamed)
 
+    @property
+    def plain(self) -> bool:
+        """Whether samples are written as they are, which takes no time to speak of."""
+        return isinstance(self._encoder, _Plain) and self._tempo is None and self._resample is None
+
     def encode(self, samples: Samples) -> bytes:
         """The bytes that these samples complete; perhaps none yet."""
         return self._encoder.encode(self._change(np.asarray(samples, np.float32), last=False))

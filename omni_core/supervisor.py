@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from enum import StrEnum
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from omni_core.errors import EngineDied, GenerationError, StageUnavailable
 
@@ -83,12 +83,13 @@ class SupervisedStage(Generic[EngineT]):
         engine = self._available()
         ended = self._ended
         async with aclosing(make(engine)) as items:  # type: ignore[type-var]
-            try:
-                while (item := await self._wait(anext(items, None), ended, request_id)) is not None:
-                    yield item
-            except EngineDied:
-                self._died(ended)  # known before its process has ended
-                raise
+            with _Until(ended) as until:
+                try:
+                    while (item := await self._wait(until, anext(items, None), request_id)) is not None:
+                        yield item
+                except EngineDied:
+                    self._died(ended)  # known before its process has ended
+                    raise
 
     def hold(self) -> tuple[EngineT, asyncio.Future[None]]:
         """The engine, for work that comes bit by bit, and what is done when it ends. Raises ``StageUnavailable``."""
@@ -101,21 +102,22 @@ class SupervisedStage(Generic[EngineT]):
             StageUnavailable: the stage was stopped.
             GenerationError: that engine died, even if another one runs by now.
         """
-        try:
-            return await self._wait(work, ended, request_id)
-        except EngineDied as error:  # which does not know whose work it was
-            self._died(ended)
-            raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
+        with _Until(ended) as until:
+            try:
+                return await self._wait(until, work, request_id)
+            except EngineDied as error:  # which does not know whose work it was
+                self._died(ended)
+                raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
 
     def _died(self, ended: asyncio.Future[None]) -> None:
         """Work says that the engine of ``ended`` died, which may be known already, and another one running."""
         if not ended.done():
             self._on_death()
 
-    async def _wait(self, work: Awaitable[T], ended: asyncio.Future[None], request_id: str) -> T:
+    async def _wait(self, until: _Until, work: Awaitable[T], request_id: str) -> T:
         """What ``work`` gives; the engine's end is not waited out."""
         try:
-            return await _unless(ended, work)
+            return await until.wait(work)
         except _Ended:
             pass
         if self.state is StageState.STOPPED:
@@ -211,7 +213,8 @@ class SupervisedStage(Generic[EngineT]):
 
     async def _change(self, change: Awaitable[None]) -> None:
         try:
-            await _unless(self._ended, change)
+            with _Until(self._ended) as until:
+                await until.wait(change)
         except _Ended:
             raise StageUnavailable(f"stage {self.stage!r} ended while it was put to sleep or woken") from None
 
@@ -235,16 +238,49 @@ class _Ended(Exception):
     """The engine ended first."""
 
 
-async def _unless(ended: asyncio.Future[None], work: Awaitable[T]) -> T:
-    """What ``work`` gives, unless the engine ends first: an engine that has died leaves waiting who waits for it."""
-    coming = asyncio.ensure_future(work)
-    try:
-        if not ended.done():
-            await asyncio.wait((coming, ended), return_when=asyncio.FIRST_COMPLETED)
-        if coming.done():
-            return coming.result()
-    finally:
-        if not coming.done():
-            coming.cancel()
-            await asyncio.wait((coming,))
-    raise _Ended
+class _Until:
+    """Awaits work that ends when the engine does: an engine that has died leaves waiting who waits for it.
+
+    The task that waits is cancelled then, as ``asyncio.timeout`` does it. A task of its own for each piece of work
+    would cost more than the work: a stream waits for every few frames.
+
+    Args:
+        ended: done when the engine has ended.
+    """
+
+    def __init__(self, ended: asyncio.Future[None]) -> None:
+        self._ended, self._cancelled = ended, False
+        self._task: asyncio.Task[Any] | None = None
+
+    def __enter__(self) -> Self:
+        self._ended.add_done_callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.remove_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        if self._task is not None:
+            self._cancelled = True
+            self._task.cancel()
+
+    async def wait(self, work: Awaitable[T]) -> T:
+        """What ``work`` gives. Raises ``_Ended`` if the engine has ended, or ends first."""
+        if self._ended.done():
+            if isinstance(work, Coroutine):
+                work.close()
+            raise _Ended
+        task = self._task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        try:
+            result = await work
+        except BaseException:
+            if self._cancelled and task.uncancel() <= before:  # nobody else cancelled it
+                raise _Ended from None
+            raise
+        finally:
+            self._task = None
+        if self._cancelled:
+            task.uncancel()
+        return result

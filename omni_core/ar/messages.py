@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -131,16 +132,21 @@ class Piece:
     ended: Sequence[str] = ()
 
     def to_extra_args(self) -> dict[str, Any]:
-        """The form that goes into ``SamplingParams.extra_args``."""
-        values = asdict(self)
-        return {JOB_KEY: {**values, "text": list(self.text), "ended": list(self.ended)}}
+        """The form that goes into ``SamplingParams.extra_args``: bytes, since vLLM checks and copies each number there.
+
+        Tuples become lists.
+        """
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        plain = {"prompt": dict(self.prompt), "text": list(self.text), "ended": list(self.ended)}
+        sampling = {"codes": asdict(self.codes), "tokens": asdict(self.tokens)}
+        return {JOB_KEY: msgspec.msgpack.encode({**values, **plain, **sampling})}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> Piece | None:
         """Read back what ``to_extra_args`` wrote; ``None`` where it did not, as in requests of vLLM's own warm-up."""
         if not extra_args or JOB_KEY not in extra_args:
             return None
-        values = dict(extra_args[JOB_KEY])
+        values = msgspec.msgpack.decode(extra_args[JOB_KEY])
         sampling = {"codes": CodeSampling(**values["codes"]), "tokens": TokenSampling(**values["tokens"])}
         return cls(**{**values, **sampling})
 

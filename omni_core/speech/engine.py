@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,10 @@ from omni_core.speech.contract import SpeechModel, Utterance
 from omni_core.speech.requests import SpeechRequest
 
 CHUNKS = (1, 2, 4, 8, 16)
-"""Frames that the decoder takes at a time: a first small, so that sound comes early, then ever more."""
+"""Frames that the decoder takes at a time: at first few, so that sound comes early, later more, which costs less."""
+
+SHARE = 0.5
+"""How much of the sound that the client has left may be played while the next chunk's frames are made."""
 
 
 class TalkerStage(Protocol):
@@ -79,22 +82,41 @@ class Sound:
     frames: int = 0
 
 
-@dataclass
-class _Buffer:
-    """Frames that the decoder has not had yet."""
+class _Pace:
+    """How large the next chunk is to be: as large as it can be made while the client still has sound to play.
 
-    frames: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    taken: int = 0
+    Args:
+        frame_seconds: how long a frame sounds.
+    """
 
-    def __len__(self) -> int:
-        return sum(map(len, self.frames))
+    def __init__(self, frame_seconds: float) -> None:
+        self._frame_seconds = frame_seconds
+        self._chunks = self._frames = 0
+        self._begin = 0.0
 
-    def take(self, count: int) -> npt.NDArray[np.int32]:
-        """The first ``count`` frames."""
-        joined = np.concatenate(self.frames)
-        self.frames = [joined[count:]] if count < len(joined) else []
-        self.taken += 1
-        return joined[:count]
+    def sent(self, frames: int) -> None:
+        """Take note of a chunk that is on its way to the client."""
+        if not self._chunks:
+            self._begin = time.perf_counter()
+        self._chunks += 1
+        self._frames += frames
+
+    def wanted(self, seconds: float) -> int:
+        """Frames of the next chunk, where making one takes ``seconds``.
+
+        Where that is longer than it sounds, the client must wait whatever is done, and chunks grow by their number.
+        """
+        if not self._chunks:
+            return CHUNKS[0]
+        if seconds >= self._frame_seconds:
+            return CHUNKS[min(self._chunks, len(CHUNKS) - 1)]
+        left = self._frames * self._frame_seconds - (time.perf_counter() - self._begin)
+        return _chunk(int(SHARE * left / seconds))
+
+
+def _chunk(frames: int) -> int:
+    """The largest chunk of no more than ``frames``, of one frame at least."""
+    return max((size for size in CHUNKS if size <= frames), default=CHUNKS[0])
 
 
 class SpeechEngine:
@@ -121,6 +143,7 @@ class SpeechEngine:
         self.model, self.request_model = model, request_model
         self.talker, self.decoder, self.encoder = talker, decoder, encoder
         self.max_queued = max_queued
+        self._frame_seconds = model.samples_per_frame / model.sample_rate
         self.active = self.running = 0
         self.ended: Counter[str] = Counter(done=0, error=0, cancelled=0)
         self.on_end: Callable[[RequestRecord], None] = lambda record: None
@@ -219,19 +242,14 @@ class SpeechEngine:
             frames = await stack.enter_async_context(
                 aclosing(self.talker.generate(utterance.job, request_id))  # type: ignore[type-var]
             )
-            feed = _Feed(frames)
+            feed, pace, made = _Feed(frames), _Pace(self._frame_seconds), 0
             stack.push_async_callback(feed.close)
-            buffer, made = _Buffer(), 0
-            while not feed.done or len(buffer):
-                wanted = CHUNKS[min(buffer.taken, len(CHUNKS) - 1)]
-                while not feed.done and len(buffer) < wanted:
-                    buffer.frames.append(await feed.more())
-                if not len(buffer):
-                    break
-                count = max(size for size in CHUNKS if size <= max(1, len(buffer)))
-                output = await session.push({"codes": buffer.take(count)})
-                made += count
-                last = feed.done and not len(buffer)
+            while await feed.reach(pace.wanted(feed.seconds)):
+                codes = feed.take(_chunk(len(feed)))
+                output = await session.push({"codes": codes})
+                made += len(codes)
+                last = feed.done and not len(feed)
+                pace.sent(len(codes))
                 yield Sound(output["audio"], feed.reason if last else None, utterance.text_tokens, made)
                 if last:
                     return
@@ -239,28 +257,60 @@ class SpeechEngine:
 
 
 class _Feed:
-    """Reads frames in a task of its own, so that the talker is read while the decoder works."""
+    """Reads frames in a task of its own, so that the talker is read while the decoder works.
+
+    Attributes:
+        done: whether there are no more frames than have been read.
+        reason: why, once there are not.
+        seconds: how long a frame has taken, with the wait for the first in it. Over all of them, since two arrivals
+            in turn say nothing where this process was kept from reading.
+    """
 
     def __init__(self, frames: AsyncIterator[Frames]) -> None:
-        self.done, self.reason = False, "stop"
-        self._waiting: asyncio.Queue[Frames | BaseException] = asyncio.Queue()
-        self._task = asyncio.get_running_loop().create_task(self._read(frames))
+        self.done, self.reason, self.seconds = False, "stop", 0.0
+        self._read: list[npt.NDArray[np.int32]] = []
+        self._count = self._wanted = 0
+        self._error: Exception | None = None
+        self._reached = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._follow(frames))
 
-    async def _read(self, frames: AsyncIterator[Frames]) -> None:
+    async def _follow(self, frames: AsyncIterator[Frames]) -> None:
+        begin, read = time.perf_counter(), 0
         try:
             async for some in frames:
-                self._waiting.put_nowait(some)
+                self._read.append(some.codes)
+                self._count += len(some.codes)
+                read += len(some.codes)
+                self.seconds = (time.perf_counter() - begin) / max(1, read)
+                if some.finish_reason is not None:
+                    self.done, self.reason = True, some.finish_reason
+                if self.done or self._count >= self._wanted:
+                    self._reached.set()
+            self.done = True
         except Exception as error:
-            self._waiting.put_nowait(error)
+            self._error = error
+        self._reached.set()
 
-    async def more(self) -> npt.NDArray[np.int32]:
-        """The next frames; sets ``done`` with the last."""
-        some = await self._waiting.get()
-        if isinstance(some, BaseException):
-            raise some
-        if some.finish_reason is not None:
-            self.done, self.reason = True, some.finish_reason
-        return some.codes
+    def __len__(self) -> int:
+        """Frames that can be taken."""
+        return self._count
+
+    async def reach(self, count: int) -> bool:
+        """Wait for ``count`` frames, or for the last. Returns whether there are any; raises what the talker raised."""
+        while self._count < count and not self.done and self._error is None:
+            self._wanted = count
+            self._reached.clear()
+            await self._reached.wait()
+        if self._count < count and self._error is not None:
+            raise self._error
+        return self._count > 0
+
+    def take(self, count: int) -> npt.NDArray[np.int32]:
+        """The next ``count`` frames, int32 [count, groups]."""
+        joined = np.concatenate(self._read) if len(self._read) > 1 else self._read[0]
+        self._read = [joined[count:]] if count < len(joined) else []
+        self._count -= count
+        return joined[:count]
 
     async def close(self) -> None:
         """Stop reading."""

@@ -10,7 +10,7 @@ import torch
 
 from omni_core.ar.messages import MAX_SEED, Piece, TalkerJob, TokenSampling
 from omni_core.ar.sampling import CodeSampling
-from omni_core.vllm.ar.channel import pack_codes, unpack_codes
+from omni_core.vllm.ar.channel import CodesOnly, keep_codes_only, pack_codes, unpack_codes
 
 PROMPT = {"text": [1, 2], "voice": b"\x00", "nested": {"a": (1.5, None, True)}, "name": "x"}
 
@@ -71,7 +71,8 @@ def test_sampling_out_of_range_is_refused(bad):
 
 
 def test_a_piece_comes_back_as_it_was_sent():
-    piece = Piece("k", PROMPT, 2, 7, CodeSampling(top_k=3), TokenSampling(top_p=0.5), 3, [4, 5], ["a"])
+    prompt = {**PROMPT, "nested": {"a": [1.5, None, True]}}  # tuples come back as lists
+    piece = Piece("k", prompt, 2, 7, CodeSampling(top_k=3), TokenSampling(top_p=0.5), 3, [4, 5], ["a"])
     assert Piece.from_extra_args(piece.to_extra_args()) == piece
 
 
@@ -101,3 +102,54 @@ def test_codes_survive_vllm_s_joining_of_outputs():
     first, second = outputs
     first.extend(second)
     np.testing.assert_array_equal(unpack_codes(first.token_ids, 4), codes.numpy())
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_codes_come_through_vllm_s_output_processor_read_or_not(interval):
+    """As ``TalkerEngine`` uses it; a reader that takes nothing until the end gets everything at once."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.outputs import LogprobsLists
+
+    codes = np.random.default_rng(0).integers(0, 2048, (8, 2, 4))
+    processor = OutputProcessor(None, log_stats=False)
+    keep_codes_only(processor)
+    parameters = SamplingParams(
+        max_tokens=8, logprobs=3, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.DELTA,
+        stream_interval=interval,
+    )  # fmt: skip
+    queues = {name: RequestOutputCollector(RequestOutputKind.DELTA, name) for name in ("read", "late")}
+    for name, queue in queues.items():
+        request = EngineCoreRequest(
+            request_id=name, external_req_id=name, prompt_token_ids=[0], mm_features=None, sampling_params=parameters,
+            pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+        )  # fmt: skip
+        processor.add_request(request, None, queue=queue)
+    seen = []
+    for step, of_both in enumerate(codes):
+        tokens = pack_codes(torch.from_numpy(of_both)).numpy()
+        lists = LogprobsLists(tokens, np.zeros((2, 4), np.float32), np.zeros(2, np.int32))
+        reason = FinishReason.LENGTH if step == 7 else None
+        processor.process_outputs(
+            [
+                EngineCoreOutput(name, [int(tokens[index, 0])], lists.slice_request(index, 1), finish_reason=reason)
+                for index, name in enumerate(queues)
+            ]
+        )
+        if (output := queues["read"].get_nowait()) is not None:
+            seen.append(output)
+    sizes = [len(output.outputs[0].token_ids) for output in seen]
+    assert sizes == ([1] * 8 if interval == 1 else [1, 3, 3, 1])
+    for index, outputs in enumerate((seen, [queues["late"].get_nowait()])):
+        found = [unpack_codes(output.outputs[0].logprobs.token_ids, 4) for output in outputs]
+        np.testing.assert_array_equal(np.concatenate(found), codes[:, index])
+        assert outputs[-1].finished
+
+
+def test_an_abort_brings_no_codes_again():
+    codes = CodesOnly(object())
+    codes.logprobs.append(b"1234")
+    assert len(codes.logprobs[-1:]) == 1
+    assert codes.logprobs[:0].token_ids == b"" and codes.logprobs, "vLLM takes a slice of what is true"

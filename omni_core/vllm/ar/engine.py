@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -21,8 +22,11 @@ from omni_core.errors import EngineDied, GenerationCancelled, GenerationError, R
 from omni_core.pipeline import TalkerStage
 from omni_core.plugins.declarations import load_reference
 from omni_core.speech.contract import SpeechModel
-from omni_core.vllm.ar.channel import unpack_codes
+from omni_core.vllm.ar.channel import keep_codes_only, unpack_codes
 from omni_core.vllm.engine import VllmEngine
+
+MAX_INTERVAL = 8
+"""The most frames that vLLM hands over at a time."""
 
 TextStream = AsyncIterator[Sequence[int]]
 """Text ids as they become known; its end is the end of the text."""
@@ -39,6 +43,9 @@ class TalkerEngine(VllmEngine):
 
     def __init__(self, resolved: Resolved, config: StageConfig, model: SpeechModel[Any]) -> None:
         self.num_code_groups, self.end_code, self.stand_in = model.num_code_groups, model.end_code, model.stand_in
+        self._frame_seconds = model.samples_per_frame / model.sample_rate
+        self._pace = 0.0
+        """Seconds that a frame of a stream takes lately; 0 while that is not known."""
         self._ended: list[str] = []
         super().__init__(config.stage.name, resolved, engine_arguments(resolved, config, self.num_code_groups))
         if not self.client.vllm_config.use_v2_model_runner:
@@ -47,6 +54,8 @@ class TalkerEngine(VllmEngine):
                 f"stage {self.stage!r} cannot start: vLLM chose its old model runner, which has no hooks for talkers; "
                 "unset VLLM_USE_V2_MODEL_RUNNER and VLLM_TARGET_DEVICE, and see that Triton is installed"
             )
+
+        keep_codes_only(self.client.output_processor)
 
     async def generate(
         self, job: TalkerJob, request_id: str, more_text: TextStream | None = None
@@ -72,10 +81,12 @@ class TalkerEngine(VllmEngine):
         else:
             parameters = self._parameters(job, key, job.text, 1, told)
             prompt = self._pieces(job, key, more_text, told)
-        made = 0
+        made, pace = 0, _Pace()
         try:
             async with aclosing(self.client.generate(prompt, parameters, request_id)) as outputs:
                 async for output in outputs:
+                    if more_text is None and (seconds := pace.note(len(output.outputs[0].token_ids))):
+                        self._pace += (0.2 if self._pace else 1.0) * (seconds - self._pace)
                     if told:  # the worker has seen them
                         self._ended = [one for one in self._ended if one not in told]
                         told = ()
@@ -90,6 +101,16 @@ class TalkerEngine(VllmEngine):
             raise EngineDied(f"stage {self.stage!r} died while request {request_id} was in it") from error
         finally:
             self._ended.append(key)
+
+    def _interval(self) -> int:
+        """How many frames a new request gets at a time, after the first, which comes at once.
+
+        Handing over costs more than a frame does, so that they come together as far as half a frame's sound goes: the
+        client has the first frame's to play meanwhile.
+        """
+        if not self._pace:
+            return 1
+        return max(1, min(MAX_INTERVAL, int(self._frame_seconds / 2 / self._pace)))
 
     def _fit(self, job: TalkerJob) -> TalkerJob:
         """The job with no more frames than there is room for behind its prompt."""
@@ -126,6 +147,7 @@ class TalkerEngine(VllmEngine):
             logprobs=self.num_code_groups - 1,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
+            stream_interval=self._interval(),
             extra_args=piece.to_extra_args(),
         )
 
@@ -171,6 +193,25 @@ class TalkerEngine(VllmEngine):
         if len(codes) >= room:
             return Frames(codes[:room], "length")
         return Frames(codes, completion.finish_reason if output.finished and not streaming else None)
+
+
+class _Pace:
+    """How long the frames of a stream take, of so many that it does not matter when this process came to read them."""
+
+    WINDOW = 16
+
+    def __init__(self) -> None:
+        self._begin, self._frames = 0.0, 0
+
+    def note(self, frames: int) -> float:
+        """Take note of frames that have come. Returns seconds a frame once in a while, else 0."""
+        now = time.perf_counter()
+        self._frames += frames
+        if self._begin and self._frames < self.WINDOW:
+            return 0.0
+        seconds = (now - self._begin) / self._frames if self._begin else 0.0
+        self._begin, self._frames = now, 0
+        return seconds
 
 
 def engine_arguments(resolved: Resolved, config: StageConfig, num_code_groups: int) -> dict[str, Any]:
