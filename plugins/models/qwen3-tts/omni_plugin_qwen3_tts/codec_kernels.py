@@ -57,29 +57,35 @@ def _finish(
 
 @triton.jit
 def _operand(
-    x, pool, slots, positions, m, rows, length, slot_size, rate,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr,
+    x, pool, slots, positions, m, rows, length, slot_size, rate, dilation,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Where rows ``m`` of a convolution's input begin, for its first tap: ``_tap`` goes on from there."""
-    reach: tl.constexpr = (TAPS - 1) * DILATION
+    reach = (TAPS - 1) * dilation
     inside = m < rows
-    here = x + (m.to(tl.int64) - reach) * CHANNELS
+    begin = (m.to(tl.int64) - reach) * CHANNELS
+    here = x + begin
     time = m
-    before = here
+    jump = begin
     begun = m
     if TAPS > 1:
         session = m // length
         time = m - session * length - reach
         slot = tl.load(slots + session, mask=inside, other=0).to(tl.int64)
         begun = tl.load(positions + session, mask=inside, other=0) * rate
-        before = pool + slot * slot_size + (time + reach) * CHANNELS
-    return inside, here, before, time, begun
+        # From where a row would be to where the pool has it. Loads stay wide, and are pipelined, where this number is
+        # multiplied with the condition; where it or the pointer is selected by it, the compiler loads one by one.
+        between = (pool.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
+        jump = between + slot * slot_size + (time + reach) * CHANNELS - begin
+        if CHANNELS % 8 == 0:
+            jump = tl.multiple_of(jump, 8)
+    return inside, here, jump, time, begun
 
 
 @triton.jit
 def _tap(
-    here, before, inside, time, begun, k, column,
-    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr,
+    here, jump, inside, time, begun, k, column, dilation,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a convolution's input: columns from ``k`` on of [rows, TAPS * PADDED]."""
     tap = k // PADDED
@@ -87,8 +93,8 @@ def _tap(
     mask = inside
     rows = here
     if TAPS > 1:
-        shift = tap * DILATION
-        rows = tl.where(time + shift >= 0, here, before) + shift * CHANNELS
+        shift = tap * dilation
+        rows = here + (jump * (time + shift < 0).to(tl.int64) + shift * CHANNELS)
         mask = inside & (time + shift + begun >= 0)
     mask = mask[:, None]
     if PADDED != CHANNELS:
@@ -96,11 +102,11 @@ def _tap(
     return tl.load(rows[:, None] + channel[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "length", "rate"])
+@triton.jit(do_not_specialize=["rows", "length", "rate", "dilation"])
 def product_kernel(
     x, pool, weight, bias, residual, scale, turns, strength, raw, out, slots, positions,
-    rows, length, rate, slot_size, columns, weight_columns,
-    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr,
+    rows, length, rate, dilation, slot_size, columns, weight_columns,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr,
     ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr, RAW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SECOND_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -116,8 +122,8 @@ def product_kernel(
     m = (tl.program_id(0) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = (tl.program_id(0) % tiles) * STEP
     n = first + tl.arange(0, BLOCK_N)
-    inside, here, before, time, begun = _operand(
-        x, pool, slots, positions, m, rows, length, slot_size, rate, CHANNELS, TAPS, DILATION
+    inside, here, jump, time, begun = _operand(
+        x, pool, slots, positions, m, rows, length, slot_size, rate, dilation, CHANNELS, TAPS
     )
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -125,7 +131,7 @@ def product_kernel(
         n2 = first + tl.arange(0, SECOND_N) + (columns if GATE else BLOCK_N)
         acc2 = tl.zeros((BLOCK_M, SECOND_N), tl.float32)
     for k in range(0, TAPS * PADDED, BLOCK_K):
-        a = _tap(here, before, inside, time, begun, k, column, CHANNELS, PADDED, TAPS, DILATION)
+        a = _tap(here, jump, inside, time, begun, k, column, dilation, CHANNELS, PADDED, TAPS)
         row = weight + (k + column)[:, None] * weight_columns
         acc = tl.dot(a, tl.load(row + n[None, :]), acc, input_precision=PRECISION)
         if SECOND_N > 0:
@@ -143,11 +149,11 @@ def product_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "length", "rate"])
+@triton.jit(do_not_specialize=["rows", "length", "rate", "dilation"])
 def unit_kernel(
     x, pool, weight, bias, inner_turns, inner_strength, weight2, bias2, residual, turns, strength, raw, out,
-    head_weight, heads, slots, positions, rows, length, rate, slot_size,
-    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, RAW: tl.constexpr,
+    head_weight, heads, slots, positions, rows, length, rate, dilation, slot_size,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, RAW: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A ``SnakeResidual`` whose channels are one tile, between the snakes around it.
@@ -157,13 +163,13 @@ def unit_kernel(
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
-    inside, here, before, time, begun = _operand(
-        x, pool, slots, positions, m, rows, length, slot_size, rate, CHANNELS, TAPS, DILATION
+    inside, here, jump, time, begun = _operand(
+        x, pool, slots, positions, m, rows, length, slot_size, rate, dilation, CHANNELS, TAPS
     )
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, TAPS * PADDED, BLOCK_K):
-        a = _tap(here, before, inside, time, begun, k, column, CHANNELS, PADDED, TAPS, DILATION)
+        a = _tap(here, jump, inside, time, begun, k, column, dilation, CHANNELS, PADDED, TAPS)
         w = tl.load(weight + (k + column)[:, None] * BLOCK_N + n[None, :])
         acc = tl.dot(a, w, acc, input_precision=PRECISION)
     acc = _snake(
@@ -193,17 +199,17 @@ def samples_kernel(
 ):
     """``heads`` of ``unit_kernel``, one column of each of the last ``TAPS`` rows, to samples in [-1, 1]."""
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, here, before, time, begun = _operand(
-        heads, pool, slots, positions, m, rows, length, slot_size, rate, 8, TAPS, 1
+    inside, here, jump, time, begun = _operand(
+        heads, pool, slots, positions, m, rows, length, slot_size, rate, 1, 8, TAPS
     )
     total = tl.zeros((BLOCK,), tl.float32) + tl.load(bias)
     for tap in tl.static_range(TAPS):
-        row = tl.where(time + tap >= 0, here, before) + tap * 8 + tap
+        row = here + tl.where(time + tap >= 0, 0, jump) + tap * 8 + tap
         total += tl.load(row, mask=inside & (time + tap + begun >= 0), other=0.0)
     tl.store(out + m, tl.minimum(tl.maximum(total, -1.0), 1.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "rate"])
+@triton.jit(do_not_specialize=["length", "rate", "reach"])
 def carry_kernel(
     x, pool, slots, positions, length, rate, slot_size, channels, reach, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
@@ -215,7 +221,9 @@ def carry_kernel(
     kept = pool + tl.load(slots + session).to(tl.int64) * slot_size
     time = row + length - reach
     here = x + (session.to(tl.int64) * length + time) * channels
-    source = tl.where(time >= 0, here, kept + (time + reach) * channels)
+    jump = kept.to(tl.int64) - x.to(tl.int64)  # see ``_operand``
+    jump = jump // (x.dtype.element_ty.primitive_bitwidth // 8) + (reach - session.to(tl.int64) * length) * channels
+    source = here + jump * (time < 0).to(tl.int64)
     fits = (row < reach)[:, None] & (channel < channels)[None, :]
     value = tl.load(source[:, None] + channel[None, :], mask=fits & (time + begun >= 0)[:, None], other=0.0)
     tl.debug_barrier()  # all has been read before anything is written: places overlap where the chunk is short

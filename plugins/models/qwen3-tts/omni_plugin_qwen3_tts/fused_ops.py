@@ -6,9 +6,16 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 
 from omni_plugin_qwen3_tts import codec_kernels as kernels
 from omni_plugin_qwen3_tts.codec_products import LEAST, Product, blocks, tile, unit_blocks
@@ -20,6 +27,7 @@ HEADS = 8
 """Columns of what the last convolution makes of each position, one for each tap."""
 SAMPLES = 256
 """That one program adds up."""
+_COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 @dataclass(frozen=True)
@@ -113,13 +121,14 @@ def multiply(
     sizes = blocks(rows, product)
     step = sizes["BLOCK_N"] + (0 if product.gated else sizes["SECOND_N"])
     stateful = kept is not None and where is not None
-    kernels.product_kernel[(-(-rows // sizes["BLOCK_M"]) * -(-product.columns // step),)](
+    _launch(
+        kernels.product_kernel, (-(-rows // sizes["BLOCK_M"]) * -(-product.columns // step),),
         x, kept.tensor if stateful else some, product.weight, _or(product.bias, some), _or(residual, some),
         _or(product.scale, some), _or(product.turns, some), _or(product.strength, some), before, after,
         where.slots if stateful else some, where.positions if stateful else some,
         rows, rows // len(where.slots) if stateful else rows, kept.rate if stateful else 1,
-        kept.pool.size if stateful else ALIGNMENT, product.columns, product.weight.shape[1],
-        CHANNELS=product.channels, PADDED=product.padded, TAPS=product.taps, DILATION=product.dilation,
+        product.dilation, kept.pool.size if stateful else ALIGNMENT, product.columns, product.weight.shape[1],
+        CHANNELS=product.channels, PADDED=product.padded, TAPS=product.taps,
         ACTIVATION=activation, BIASED=product.bias is not None, ADDED=residual is not None,
         SCALED=product.scale is not None, RAW=raw, PRECISION=_precision(), **sizes,
     )  # fmt: skip
@@ -160,11 +169,12 @@ def residual_unit(
     total = torch.empty_like(x) if raw else x
     out = torch.empty_like(x) if head is None else torch.empty(rows, HEADS, dtype=torch.float32, device=x.device)
     sizes = unit_blocks(rows, inner)
-    kernels.unit_kernel[(-(-rows // sizes["BLOCK_M"]),)](
+    _launch(
+        kernels.unit_kernel, (-(-rows // sizes["BLOCK_M"]),),
         x, kept.tensor, inner.weight, inner.bias, inner.turns, inner.strength, outer.weight, outer.bias, residual,
         outer.turns, outer.strength, total, out, _or(head, x), out, where.slots, where.positions,
-        rows, rows // len(where.slots), kept.rate, kept.pool.size,
-        CHANNELS=inner.channels, PADDED=inner.padded, TAPS=inner.taps, DILATION=inner.dilation,
+        rows, rows // len(where.slots), kept.rate, inner.dilation, kept.pool.size,
+        CHANNELS=inner.channels, PADDED=inner.padded, TAPS=inner.taps,
         RAW=raw, HEAD=head is not None, PRECISION=_precision(), **sizes,
     )  # fmt: skip
     carry(x, kept, where)
@@ -176,7 +186,8 @@ def samples(
 ) -> None:
     """What ``residual_unit`` made with a head, to ``out`` float32 [rows] in [-1, 1]; ``kept`` is float32 too."""
     rows = len(heads)
-    kernels.samples_kernel[(-(-rows // SAMPLES),)](
+    _launch(
+        kernels.samples_kernel, (-(-rows // SAMPLES),),
         heads, kept.tensor, bias, out, where.slots, where.positions, rows, rows // len(where.slots), kept.rate,
         kept.pool.size, TAPS=taps, BLOCK=SAMPLES,
     )  # fmt: skip
@@ -189,7 +200,8 @@ def carry(x: torch.Tensor, kept: Kept, where: Where) -> None:
         return
     batch, channels = len(where.slots), x.shape[1]
     block_c = min(64, tile(LEAST, channels))
-    kernels.carry_kernel[(batch, -(-channels // block_c))](
+    _launch(
+        kernels.carry_kernel, (batch, -(-channels // block_c)),
         x, kept.tensor, where.slots, where.positions, len(x) // batch, kept.rate, kept.pool.size, channels, kept.reach,
         BLOCK_R=tile(1, kept.reach), BLOCK_C=block_c,
     )  # fmt: skip
@@ -208,7 +220,8 @@ def depthwise_norm(
     """A depthwise convolution and a layer norm over the channels; weights float32, the first [taps, channels]."""
     rows, channels = x.shape
     out = torch.empty_like(x)
-    kernels.depthwise_norm_kernel[(rows,)](
+    _launch(
+        kernels.depthwise_norm_kernel, (rows,),
         x, kept.tensor, weight, bias, norm_weight, norm_bias, out, where.slots, where.positions,
         rows // len(where.slots), kept.rate, kept.pool.size, channels, eps, TAPS=len(weight),
         BLOCK=tile(LEAST, channels),
@@ -220,7 +233,7 @@ def depthwise_norm(
 def rms_norm(weight: torch.Tensor, eps: float, x: torch.Tensor) -> torch.Tensor:
     """Over the channels; the weight is float32."""
     out = torch.empty_like(x)
-    kernels.rms_norm_kernel[(len(x),)](x, weight, out, x.shape[1], eps, BLOCK=tile(LEAST, x.shape[1]))
+    _launch(kernels.rms_norm_kernel, (len(x),), x, weight, out, x.shape[1], eps, BLOCK=tile(LEAST, x.shape[1]))
     return out
 
 
@@ -228,7 +241,7 @@ def entries(codes: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor
     """Codes int32 [batch, frames, groups] to [rows, 2 * width], of a table [groups * size, width]."""
     rows, groups, width = codes.shape[0] * codes.shape[1], codes.shape[2], table.shape[1]
     out = table.new_empty(rows, 2 * width)
-    kernels.entries_kernel[(rows,)](codes, table, out, size, width, GROUPS=groups, BLOCK=tile(LEAST, width))
+    _launch(kernels.entries_kernel, (rows,), codes, table, out, size, width, GROUPS=groups, BLOCK=tile(LEAST, width))
     return out
 
 
@@ -259,12 +272,31 @@ def attention(past: Rings, frequencies: torch.Tensor, qkv: torch.Tensor, where: 
     """[rows, (heads + 2 kv_heads) * width] to [rows, heads * width]; frequencies are float32 [width / 2]."""
     batch = len(where.slots)
     out = qkv.new_empty(len(qkv), past.heads * past.width)
-    kernels.attention_kernel[(batch, past.heads)](
+    _launch(
+        kernels.attention_kernel, (batch, past.heads),
         qkv, past.kept.tensor, frequencies, out, where.slots, where.positions, len(qkv) // batch, past.kept.pool.size,
         HEADS=past.heads, KV_HEADS=past.kv_heads, WIDTH=past.width, WINDOW=past.window, RING=past.kept.reach,
         BLOCK_Q=LONGEST, BLOCK_P=tile(LEAST, past.window - 1), PRECISION=_precision(),
     )  # fmt: skip
     return out
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within it kernels are compiled, all at once, and not launched; results are whatever the memory holds."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as executor, triton.AsyncCompileMode(executor):
+        token = _COMPILING.set(True)
+        try:
+            yield
+        finally:
+            _COMPILING.reset(token)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    if _COMPILING.get():
+        kernel.warmup(*arguments, grid=grid, **constants)
+    else:
+        kernel[grid](*arguments, **constants)
 
 
 def _precision() -> str:
