@@ -4,11 +4,12 @@
     python benchmarks/codec_decoder.py
     python benchmarks/codec_decoder.py --device cpu --tiny --batches 1 2 --chunks 1 4 --rounds 2
 
-Prints two tables. The first says where time goes on the device: milliseconds of each part of the network for each form,
-batch and chunk. The second, the last that is printed, is of whole steps, from codes on the CPU to samples on the CPU
-(median of the rounds): as CUDA graphs and with kernels launched one by one, and how many seconds of audio a second of
-graphs makes. Before it stand the worst differences between forms and between chunks. Weights are random and made on the
-device. "torch" is the network as it runs on CPUs, and TF32 is on for float32.
+Prints, for each form, where time goes on the device: milliseconds of each part of the network, for each batch and chunk.
+Last comes a table of whole steps, from codes on the CPU to samples on the CPU (median of the rounds): as CUDA graphs and
+with kernels launched one by one, and how many seconds of audio a second of the faster makes. "fused" is what runs on
+CUDA, in Triton kernels; "torch" is the network as it runs on CPUs, where graphs of whole steps are no more. TF32 is on
+for float32. Weights are random and made on the device. Kernels are compiled before anything is timed, and stay compiled
+on the disk.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -24,17 +26,31 @@ from omni_plugin_qwen3_tts.checkpoints import random_tensors, speech_tokenizer_c
 from omni_plugin_qwen3_tts.codec_network import CodecNetwork, build_network
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
-from omni_plugin_qwen3_tts.step_graphs import BatchedStep, GraphSettings
+from omni_plugin_qwen3_tts.fused_network import FusedNetwork
+from omni_plugin_qwen3_tts.fused_ops import Where
+from omni_plugin_qwen3_tts.step_graphs import GraphSettings, SlotDecoder
 from omni_plugin_qwen3_tts.streaming_layers import Past
 
 RATE = 24000
-FORMS = ("torch-float32", "torch-float16")
-ANY = GraphSettings(buckets=(1, 8, 32, 64), max_frames=1 << 30)
-"""Graphs of all that is measured."""
+DEFAULT = ("fused-float16", "torch-float16", "torch-float32")
+FORMS = (*DEFAULT, "fused-bfloat16", "fused-float32", "torch-bfloat16")
 REPLAYS = 5
 """Of a part, timed together."""
 
 Parts = list[tuple[str, Callable[[], object]]]
+
+
+class Form(Protocol):
+    """A network as it is measured."""
+
+    def parts(self, batch: int, chunk: int) -> Parts:
+        """Its stages, each with an input of its own, of sessions that have come 100 frames far."""
+
+    def steps(self, batch: int, chunk: int) -> dict[str, Callable[[], object]]:
+        """``graph`` and ``eager``, or the latter alone: from codes to samples, both on the CPU."""
+
+    def stream(self, codes: torch.Tensor, chunk: int) -> torch.Tensor:
+        """The samples of [1, frames, groups] in chunks, on the CPU."""
 
 
 def main() -> None:
@@ -42,23 +58,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small network, to see that it runs")
-    parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
+    parser.add_argument("--forms", nargs="*", choices=FORMS, help=f"default: {' '.join(DEFAULT)}; on CPUs torch alone")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64])
     parser.add_argument("--chunks", nargs="*", type=int, default=[1, 4, 16], help="frames (default: 1 4 16)")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--no-tf32", action="store_true", help="true float32, where cuDNN convolves in TF32 otherwise")
+    parser.add_argument("--no-tf32", action="store_true", help="true float32")
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = not arguments.no_tf32
     device = torch.device(arguments.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else str(device)
     print(f"{name}, PyTorch {torch.__version__}, {arguments.rounds} rounds")
+    forms = arguments.forms or [form for form in DEFAULT if cuda or form.startswith("torch")]
     with torch.inference_mode():
         reference = random_network("tiny" if arguments.tiny else "1.7b", device)
         whole: list[str] = []
-        for form in arguments.forms:
-            network = reference if form.endswith("float32") else copy_of(reference, torch.float16)
-            print(f"\n{form}: {difference(network, reference):.1e} from float32 at most, of 1\n", flush=True)
-            whole += measure(arguments, form, network)
+        for form in forms:
+            kind, _, dtype = form.partition("-")
+            begin = time.perf_counter()
+            if kind == "fused":
+                which: Form = Fused(reference, getattr(torch, dtype), arguments.batches, arguments.chunks)
+            else:
+                which = Plain(copy_of(reference, getattr(torch, dtype)))
+            print(f"\n{form}: ready in {time.perf_counter() - begin:.1f} s, ", end="")
+            print(f"{difference(which, reference):.1e} from float32 at most, of 1\n", flush=True)
+            whole += measure(arguments, form, which, device)
+            del which
     print("\n| form | batch | chunk | graph, ms | eager, ms | audio s/s |\n| --- |" + " ---: |" * 5)
     print("\n".join(whole))
 
@@ -82,65 +107,120 @@ def copy_of(network: CodecNetwork, dtype: torch.dtype) -> CodecNetwork:
     return copy.requires_grad_(False)
 
 
-def measure(arguments: argparse.Namespace, form: str, network: CodecNetwork) -> list[str]:
+class Plain:
+    """A ``CodecNetwork``."""
+
+    def __init__(self, network: CodecNetwork) -> None:
+        self.network = network
+        weight = network.pre_conv.conv.weight
+        self.like = {"dtype": weight.dtype, "device": weight.device}
+
+    def past(self, batch: int, position: int) -> Past:
+        packed = torch.zeros(batch, self.network.layout.size, **self.like)
+        return Past(self.network.layout, packed, torch.full((batch,), position, device=self.like["device"]))
+
+    def parts(self, batch: int, chunk: int) -> Parts:
+        network, past, length = self.network, self.past(batch, 100), chunk
+        codes = torch.zeros(batch, chunk, network.groups, dtype=torch.int64, device=self.like["device"])
+        first, *blocks, snake, last = network.decoder
+
+        def noise(channels: int) -> torch.Tensor:
+            return torch.randn(batch, channels, length, **self.like)
+
+        def upsample(x: torch.Tensor) -> torch.Tensor:
+            for transposed, block in network.upsample:
+                x = block(transposed(x, past), past)
+            return x
+
+        parts: Parts = [("front", lambda: network.latents(codes, past))]
+        x = noise(network.pre_conv.conv.out_channels)
+        parts.append(("upsample", lambda x=x: upsample(x)))
+        for transposed, _ in network.upsample:
+            length *= transposed.stride
+        x = noise(first.conv.in_channels)
+        parts.append(("first", lambda x=x: first(x, past)))
+        for index, block in enumerate(blocks, 1):
+            x = noise(block.block[1].conv.in_channels)
+            parts.append((f"block {index}", lambda x=x, block=block: block(x, past)))
+            length *= block.block[1].stride
+        x = noise(last.conv.in_channels)
+        parts.append(("last", lambda x=x: last(snake(x), past).clamp(-1, 1)))
+        return parts
+
+    def steps(self, batch: int, chunk: int) -> dict[str, Callable[[], object]]:
+        codes = torch.randint(self.network.codebook_size, (batch, chunk, self.network.groups))
+        past = self.past(batch, 100)
+
+        def step() -> torch.Tensor:
+            audio = self.network.render(self.network.latents(codes.to(self.like["device"]), past), past)
+            return audio.float().cpu()
+
+        return {"eager": step}
+
+    def stream(self, codes: torch.Tensor, chunk: int) -> torch.Tensor:
+        past, parts = self.past(1, 0), []
+        for part in codes.to(self.like["device"]).split(chunk, dim=1):
+            parts.append(self.network.render(self.network.latents(part, past), past))
+            past.positions += part.shape[1]
+        return torch.cat(parts, dim=1).float().cpu()
+
+
+class Fused:
+    """A ``FusedNetwork`` with graphs of what is measured."""
+
+    def __init__(self, network: CodecNetwork, dtype: torch.dtype, batches: list[int], chunks: list[int]) -> None:
+        self.network = FusedNetwork(network, dtype, max(batches) + 1)
+        self.device = self.network.device
+        settings = GraphSettings(tuple(sorted({1, *batches})), tuple(sorted({1, *chunks})))
+        cuda = self.device.type == "cuda"
+        self.decoders = {"graph": SlotDecoder(self.network, settings, graphs=True)} if cuda else {}
+        self.decoders["eager"] = SlotDecoder(self.network, settings, graphs=False)
+
+    def parts(self, batch: int, chunk: int) -> Parts:
+        network = self.network
+        numbers = torch.arange(1, batch + 1, dtype=torch.int32, device=self.device)
+        where = Where(numbers, torch.full_like(numbers, 100))
+        codes = torch.zeros(batch, chunk, network.groups, dtype=torch.int32, device=self.device)
+        out = torch.zeros(batch, chunk * network.samples_per_frame, device=self.device)
+        parts: Parts = [("front", lambda: network.front(codes, where))]
+        x = network.front(codes, where)
+        stages = [("upsample", network.upsample), ("first", network.first)]
+        stages += [(f"block {index}", block) for index, block in enumerate(network.blocks, 1)]
+        for name, stage in stages:
+            parts.append((name, lambda x=x, stage=stage: stage(x, where)))
+            x = stage(x, where)
+        parts.append(("last", lambda x=x: network.samples(x, where, out)))
+        return parts
+
+    def steps(self, batch: int, chunk: int) -> dict[str, Callable[[], object]]:
+        codes = torch.randint(self.network.codebook_size, (batch, chunk, self.network.groups)).numpy()
+        slots, positions = list(range(1, batch + 1)), [100] * batch
+        return {how: lambda decode=decode: decode(codes, slots, positions) for how, decode in self.decoders.items()}
+
+    def stream(self, codes: torch.Tensor, chunk: int) -> torch.Tensor:
+        decode, position, parts = next(iter(self.decoders.values())), 0, []
+        for part in codes.split(chunk, dim=1):
+            parts.append(torch.from_numpy(decode(part.numpy(), [1], [position])))
+            position += part.shape[1]
+        return torch.cat(parts, dim=1)
+
+
+def measure(arguments: argparse.Namespace, form: str, which: Form, device: torch.device) -> list[str]:
     """Print a row of parts for each batch and chunk as soon as it is there; give the rows of whole steps."""
-    weight, rows = network.pre_conv.conv.weight, []
+    rows = []
     for turn, (batch, chunk) in enumerate((b, c) for b in arguments.batches for c in arguments.chunks):
-        parts = torch_parts(network, batch, chunk)
+        parts = which.parts(batch, chunk)
         if turn == 0:
             print("| batch | chunk | " + " | ".join(name for name, _ in parts) + " | sum |")
             print("| ---: " * (len(parts) + 3) + "|")
-        times = [device_time(part, weight.device, arguments.rounds) for _, part in parts]
+        times = [device_time(part, device, arguments.rounds) for _, part in parts]
         print(f"| {batch} | {chunk} | " + " | ".join(f"{t * 1e3:.3f}" for t in [*times, sum(times)]) + " |", flush=True)
-        seconds = {}
-        for how, graphs in (("graph", ANY), ("eager", None)):
-            if how == "graph" and not weight.is_cuda:
-                continue
-            seconds[how] = host_time(torch_step(network, batch, chunk, graphs), arguments.rounds)
-        audio = batch * chunk * network.samples_per_frame / RATE / min(seconds.values())
+        del parts
+        seconds = {how: host_time(step, arguments.rounds) for how, step in which.steps(batch, chunk).items()}
+        audio = batch * chunk * 1920 / RATE / min(seconds.values())
         cells = [f"{seconds[how] * 1e3:.2f}" if how in seconds else "" for how in ("graph", "eager")]
         rows.append(f"| {form} | {batch} | {chunk} | " + " | ".join(cells) + f" | {audio:.0f} |")
     return rows
-
-
-def torch_parts(network: CodecNetwork, batch: int, chunk: int) -> Parts:
-    """The stages of the network, each with an input of its own."""
-    weight = network.pre_conv.conv.weight
-    like = {"dtype": weight.dtype, "device": weight.device}
-    packed = torch.zeros(batch, network.layout.size, **like)
-    past = Past(network.layout, packed, torch.full((batch,), 100, device=weight.device))
-    codes = torch.zeros(batch, chunk, network.groups, dtype=torch.int64, device=weight.device)
-    first, *blocks, snake, last = network.decoder
-
-    def upsample(x: torch.Tensor) -> torch.Tensor:
-        for transposed, block in network.upsample:
-            x = block(transposed(x, past), past)
-        return x
-
-    parts: Parts = [("front", lambda: network.latents(codes, past))]
-    length = chunk
-    x = torch.randn(batch, network.pre_conv.conv.out_channels, length, **like)
-    parts.append(("upsample", lambda x=x: upsample(x)))
-    for transposed, _ in network.upsample:
-        length *= transposed.stride
-    x = torch.randn(batch, first.conv.in_channels, length, **like)
-    parts.append(("first", lambda x=x: first(x, past)))
-    for index, block in enumerate(blocks, 1):
-        x = torch.randn(batch, block.block[1].conv.in_channels, length, **like)
-        parts.append((f"block {index}", lambda x=x, block=block: block(x, past)))
-        length *= block.block[1].stride
-    x = torch.randn(batch, last.conv.in_channels, length, **like)
-    parts.append(("last", lambda x=x: last(snake(x), past).clamp(-1, 1)))
-    return parts
-
-
-def torch_step(network: CodecNetwork, batch: int, chunk: int, graphs: GraphSettings | None) -> Callable[[], object]:
-    """One step of sessions that have come 100 frames far."""
-    weight = network.pre_conv.conv.weight
-    codes = torch.randint(network.codebook_size, (batch, chunk, network.groups))
-    states = list(torch.zeros(batch, network.layout.size, dtype=weight.dtype, device=weight.device))
-    decode = BatchedStep(network, network.layout.size, weight.dtype, weight.device, graphs)
-    return lambda: decode(codes, states, [100] * batch).float().cpu()
 
 
 def device_time(part: Callable[[], object], device: torch.device, rounds: int) -> float:
@@ -148,12 +228,14 @@ def device_time(part: Callable[[], object], device: torch.device, rounds: int) -
     if device.type != "cuda":
         return host_time(part, rounds)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             part()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            part()
+        graph.capture_begin()
+        part()
+        graph.capture_end()
         times = []
         for _ in range(max(3, rounds // 2)):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -176,19 +258,18 @@ def host_time(step: Callable[[], object], rounds: int, warm_up: int = 2) -> floa
     return statistics.median(times[warm_up:])
 
 
-def difference(network: CodecNetwork, reference: CodecNetwork, frames: int = 32) -> float:
-    """The worst sample of a stream in chunks of 4, beside the reference's in one."""
+def difference(which: Form, reference: CodecNetwork, frames: int = 96) -> float:
+    """The worst sample of a stream in chunks of 4, longer than the window of attention, beside the reference's in one.
+
+    The reference is computed in true float32.
+    """
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(network.codebook_size, (1, frames, network.groups), generator=generator)
-
-    def decode(which: CodecNetwork, size: int) -> torch.Tensor:
-        weight = which.pre_conv.conv.weight
-        packed = torch.zeros(1, which.layout.size, dtype=weight.dtype, device=weight.device)
-        where = [torch.tensor([begin], device=weight.device) for begin in range(0, frames, size)]
-        chunks = codes.to(weight.device).split(size, dim=1)
-        return torch.cat([which(part, packed, at) for part, at in zip(chunks, where, strict=True)], dim=1).float()
-
-    return float((decode(network, 4) - decode(reference, frames)).abs().max())
+    codes = torch.randint(reference.codebook_size, (1, frames, reference.groups), generator=generator)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    right = Plain(reference).stream(codes, frames)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    return float((which.stream(codes, 4) - right).abs().max())
 
 
 if __name__ == "__main__":
