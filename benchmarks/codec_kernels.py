@@ -6,13 +6,14 @@
 
 For each size (sessions x frames) prints the launches of a step, equal ones together: how many, microseconds of each
 (within a CUDA graph, so that launching does not count), their share of the step, and of products TFLOP/s. With --tune
-the products are tried with other tiles, and the three fastest are printed beside what ``codec_products.blocks`` chooses:
+products with a share of it that is worth it are tried with other tiles, and the three fastest are printed beside what ``codec_products.blocks`` chooses:
 rows x columns (+ more columns) x depth, warps, stages. Kernels are compiled at once, on all processors, before.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ UNIT_TILES = [
     for stages in (2, 3, 4, 5)
 ]  # fmt: skip
 RUNS = 10
+WORTH = 0.03
+"""Of a step, from which share on a product is tried with other tiles."""
 
 
 def main() -> None:
@@ -80,8 +83,10 @@ def show(network: FusedNetwork, batch: int, chunk: int, tune: bool) -> None:
         print(f"| {name} | {len(group)} | {times[name] * 1e6:.1f} | {share:.1%} | {rate:.0f} |", flush=True)
     if tune:
         print("\n| product | now, us | best |\n| --- | ---: | --- |")
-        tried = {name: list(candidates(group[0])) for name, group in groups.items()}
-        compile_all([launch for launches_ in tried.values() for launch in launches_])
+        large = [name for name, group in groups.items() if times[name] * len(group) >= WORTH * total]
+        tried = {name: list(candidates(groups[name][0])) for name in large}
+        with contextlib.suppress(Exception):  # of tiles that do not fit; the others are compiled and on the disk
+            compile_all([launch for launches_ in tried.values() for launch in launches_])
         for name, launches_ in tried.items():
             if launches_:
                 found = sorted((timed(launch), tiles(launch)) for launch in launches_)
