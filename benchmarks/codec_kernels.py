@@ -6,8 +6,9 @@
 
 For each size (sessions x frames) prints the launches of a step, equal ones together: how many, microseconds of each
 (within a CUDA graph, so that launching does not count), their share of the step, and of products TFLOP/s. With --tune
-products with a share of it that is worth it are tried with other tiles, and the three fastest are printed beside what ``codec_products.blocks`` chooses:
-rows x columns (+ more columns) x depth, warps, stages. Kernels are compiled at once, on all processors, before.
+products with a share of it that is worth it are tried with other tiles, and the three fastest are printed beside what
+``codec_products.blocks`` chooses: rows x columns (+ more columns) x depth, warps, stages, and the most registers of a
+thread. Kernels are compiled at once, on all processors, before.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """Kernel, grid, arguments, constants."""
 TILES = [
     # rows, columns, more columns, depth, warps, stages
-    *((128, 128, 0, 64, 8, stages) for stages in (2, 3, 4)), (128, 128, 0, 32, 8, 4), (128, 128, 0, 32, 8, 5),
+    *((128, 128, 0, 64, 8, stages) for stages in (2, 3, 4)),
+    (128, 128, 0, 32, 8, 4), (128, 128, 0, 32, 8, 5),
     (128, 256, 0, 64, 8, 3), (256, 128, 0, 64, 8, 3), (128, 128, 0, 128, 8, 2), (128, 128, 0, 64, 4, 3),
     (64, 128, 0, 64, 4, 3), (64, 128, 0, 64, 4, 4), (64, 256, 0, 64, 4, 3), (128, 64, 0, 64, 4, 4),
-    (128, 64, 0, 64, 8, 4), (64, 64, 0, 64, 4, 3), (64, 64, 0, 64, 4, 4), (64, 64, 0, 128, 4, 3), (64, 32, 0, 128, 4, 4),
+    (128, 64, 0, 64, 8, 4), (64, 64, 0, 64, 4, 3), (64, 64, 0, 64, 4, 4), (64, 64, 0, 128, 4, 3),
+    (64, 32, 0, 128, 4, 4),
     (128, 128, 64, 64, 8, 2), (128, 128, 64, 64, 8, 3), (128, 128, 64, 32, 8, 3), (128, 128, 64, 32, 8, 4),
     (64, 128, 64, 64, 4, 2), (64, 128, 64, 64, 4, 3), (256, 64, 0, 64, 8, 3), (256, 64, 0, 64, 8, 4),
-    (32, 32, 0, 128, 4, 4), (32, 64, 0, 128, 4, 4), (16, 32, 0, 128, 4, 4), (16, 32, 0, 128, 2, 5), (16, 64, 0, 128, 4, 4),
-    (16, 16, 0, 128, 2, 5), (16, 32, 0, 256, 4, 3), (16, 16, 0, 256, 4, 4), (32, 32, 0, 64, 4, 5), (32, 16, 0, 128, 2, 5),
+    (32, 32, 0, 128, 4, 4), (32, 64, 0, 128, 4, 4), (16, 32, 0, 128, 4, 4), (16, 32, 0, 128, 2, 5),
+    (16, 64, 0, 128, 4, 4),
+    (16, 16, 0, 128, 2, 5), (16, 32, 0, 256, 4, 3), (16, 16, 0, 256, 4, 4), (32, 32, 0, 64, 4, 5),
+    (32, 16, 0, 128, 2, 5),
 ]  # fmt: skip
 UNIT_TILES = [
     (m, 128, 0, 32, warps, stages) for m, warps in ((64, 4), (128, 8), (128, 4), (256, 8), (32, 4), (64, 8))
@@ -134,7 +139,8 @@ def tiles(launch: Launch) -> str:
     values = named(launch)
     more = f"+{values['SECOND_N']}" if values.get("SECOND_N") else ""
     shape = f"{values['BLOCK_M']}x{values['BLOCK_N']}{more}x{values['BLOCK_K']}"
-    return f"{shape} w{values['num_warps']} s{values['num_stages']}"
+    registers = f" r{values['maxnreg']}" if values["maxnreg"] else ""
+    return f"{shape} w{values['num_warps']} s{values['num_stages']}{registers}"
 
 
 def candidates(launch: Launch) -> Iterator[Launch]:
@@ -155,7 +161,8 @@ def candidates(launch: Launch) -> Iterator[Launch]:
             sizes["SECOND_N"] = n if gated else more
         columns = values.get("columns", n)
         grid = (-(-values["rows"] // m) * -(-columns // (n + more)),)
-        yield kernel, grid, args, constants | sizes
+        for registers in (None, 128) if warps == 8 and not more else (None,):
+            yield kernel, grid, args, constants | sizes | {"maxnreg": registers}
 
 
 def operations(launch: Launch) -> int:

@@ -1,11 +1,11 @@
-# ruff: noqa: N803 (constants of a Triton kernel are written in capitals)
+# ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
 """Triton kernels of the codec's decoder on CUDA; ``fused_network.py`` puts them together.
 
-Activations are contiguous [rows, channels], rows being positions of one session after those of another: ``rows = batch *
-length``. What a layer needs of a session's earlier positions lies in a pool, [slots, size]: ``slots`` int32 [batch] says
-where, and ``positions`` int32 [batch] how many frames came before, since what would lie before the first counts as zero
-whatever an earlier session left in the slot. Products are added up in float32, and everything between a product and the
-next is computed in float32 too.
+Activations are contiguous [rows, channels], rows being positions of one session after those of another: ``rows =
+batch * length``. What a layer needs of a session's earlier positions lies in a pool, [slots, size]: ``slots`` int32
+[batch] says where, and ``positions`` int32 [batch] how many frames came before, since what would lie before the first
+counts as zero whatever an earlier session left in the slot. Products are added up in float32, and everything between a
+product and the next is computed in float32 too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def product_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SECOND_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A causal convolution over time as one product, [rows, TAPS * PADDED] by [TAPS * PADDED, columns]; see ``_finish``.
+    """A causal convolution over time as one product, [rows, TAPS * PADDED] by [TAPS * PADDED, columns].
 
     A tile has ``BLOCK_N + SECOND_N`` columns, in two parts since each has to be a power of two: the second is the next
     columns, or for ``GATED`` the same ones of the other half.

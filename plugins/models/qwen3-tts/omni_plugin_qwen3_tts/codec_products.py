@@ -16,6 +16,9 @@ from omni_plugin_qwen3_tts.streaming_layers import CausalConv, CausalTransposedC
 
 LEAST = 16
 """Rows and columns of the smallest tile that tensor cores take."""
+TWO_AT_A_TIME = 128
+"""Registers of a thread with which a multiprocessor runs two programs of 8 warps: one multiplies while the other
+stores."""
 WAVE = 100
 """Programs that are worth being large: a GPU has some 130 multiprocessors."""
 
@@ -89,7 +92,7 @@ def tile(least: int, size: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def blocks(rows: int, product: Product) -> dict[str, int]:
+def blocks(rows: int, product: Product) -> dict[str, int | None]:
     """Tile sizes, warps and stages of a product: large ones where there are enough of them to occupy a GPU."""
     columns, width, small = product.columns, product.weight.shape[1], product.weight.element_size() < 4
     split = columns % 192 == 0 and columns % 128 != 0
@@ -108,17 +111,18 @@ def blocks(rows: int, product: Product) -> dict[str, int]:
     return {
         "BLOCK_M": size[0], "BLOCK_N": block_n, "SECOND_N": second, "BLOCK_K": block_k,
         "num_warps": warps, "num_stages": stages,
+        "maxnreg": TWO_AT_A_TIME if warps == 8 and not second and small else None,
     }  # fmt: skip
 
 
-def unit_blocks(rows: int, product: Product) -> dict[str, int]:
+def unit_blocks(rows: int, product: Product) -> dict[str, int | None]:
     """The same of a residual unit, whose columns are one tile."""
     small = product.weight.element_size() < 4
     block_k = next(k for k in (64, 32, 16) if product.padded % k == 0)
     large = -(-rows // 128) >= WAVE
     return {
         "BLOCK_M": 128 if large else 64, "BLOCK_N": product.weight.shape[1], "BLOCK_K": block_k if small else 16,
-        "num_warps": 8 if large else 4, "num_stages": 4,
+        "num_warps": 8 if large else 4, "num_stages": 4, "maxnreg": TWO_AT_A_TIME if large and small else None,
     }  # fmt: skip
 
 

@@ -181,9 +181,7 @@ def residual_unit(
     return total, out
 
 
-def samples(
-    heads: torch.Tensor, bias: torch.Tensor, taps: int, kept: Kept, where: Where, out: torch.Tensor
-) -> None:
+def samples(heads: torch.Tensor, bias: torch.Tensor, taps: int, kept: Kept, where: Where, out: torch.Tensor) -> None:
     """What ``residual_unit`` made with a head, to ``out`` float32 [rows] in [-1, 1]; ``kept`` is float32 too."""
     rows = len(heads)
     _launch(
@@ -300,8 +298,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 
 
 def _precision() -> str:
-    """Of products of float32."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Of products of float32: three of TF32 are as near as one of float32, and faster."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

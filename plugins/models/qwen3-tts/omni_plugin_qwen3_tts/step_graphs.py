@@ -90,11 +90,11 @@ class SlotDecoder:
     ) -> npt.NDArray[np.float32] | None:
         most, parts = self.settings.buckets[-1], []
         for first in range(0, len(codes), most):
-            rows, begin = slice(first, first + most), 0
+            few, begin = slice(first, first + most), 0
             row: list[torch.Tensor] = []
             for chunk in self._chunks(codes.shape[1]):
-                now = [position + begin for position in positions[rows]]
-                row.append(self._step(codes[rows, begin : begin + chunk], slots[rows], now, silent))
+                now = [position + begin for position in positions[few]]
+                row.append(self._step(codes[few, begin : begin + chunk], slots[few], now, silent))
                 begin += chunk
             parts.append(row)
         if silent:
@@ -103,8 +103,8 @@ class SlotDecoder:
             done = torch.cuda.Event()
             done.record(self.stream)
             done.synchronize()
-        joined = [row[0].numpy() if len(row) == 1 else np.concatenate([p.numpy() for p in row], axis=1) for row in parts]
-        return joined[0] if len(joined) == 1 else np.concatenate(joined)
+        rows = [_joined([part.numpy() for part in row], axis=1) for row in parts]
+        return _joined(rows, axis=0)
 
     def _chunks(self, frames: int) -> Iterator[int]:
         while frames:
@@ -173,3 +173,7 @@ class SlotDecoder:
         end = time.perf_counter()
         seconds = compiled - begin, end - compiled
         logger.info("compiled kernels in %.1f s; recorded %d graphs in %.1f s", seconds[0], len(sizes), seconds[1])
+
+
+def _joined(arrays: list[npt.NDArray[np.float32]], axis: int) -> npt.NDArray[np.float32]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
