@@ -7,8 +7,8 @@
 Prints, for each form, where time goes on the device: milliseconds of each part of the network, for each batch and
 chunk. Last comes a table of whole steps, from codes on the CPU to samples on the CPU (median of the rounds): as CUDA
 graphs and with kernels launched one by one, and how many seconds of audio a second of the faster makes. "fused" is what
-runs on CUDA, in Triton kernels; "torch" is the network as it runs on CPUs, where graphs of whole steps are no more. TF32
-is on for float32. Weights are random and made on the device. Kernels are compiled before anything is timed, and stay
+runs on CUDA, in Triton kernels; "torch" is the network as it runs on CPUs, whose whole steps are not recorded. TF32 is
+on for float32. Weights are random and made on the device. Kernels are compiled before anything is timed, and stay
 compiled on the disk.
 """
 

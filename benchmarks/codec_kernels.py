@@ -45,7 +45,7 @@ TILES = [
     (32, 16, 0, 128, 2, 5),
 ]  # fmt: skip
 UNIT_TILES = [
-    (m, 128, 0, 32, warps, stages) for m, warps in ((64, 4), (128, 8), (128, 4), (256, 8), (32, 4), (64, 8))
+    (m, 64, 32, 32, warps, stages) for m, warps in ((64, 4), (128, 8), (128, 4), (256, 8), (32, 4), (64, 8))
     for stages in (2, 3, 4, 5)
 ]  # fmt: skip
 RUNS = 10
@@ -151,17 +151,16 @@ def candidates(launch: Launch) -> Iterator[Launch]:
         return
     for m, n, more, k, warps, stages in TILES if name == "product_kernel" else UNIT_TILES:
         gated = values.get("ACTIVATION") is not None and getattr(values["ACTIVATION"], "value", 0) == 3
-        width = values["columns"] if gated else values.get("weight_columns", values["BLOCK_N"])
+        width = values["columns"] if gated else values.get("weight_columns", values["CHANNELS"])
         if values["PADDED"] % k or width % (n + more) or m > max(16, 2 * values["rows"]) or (gated and more):
             continue
         if values["rows"] > 4096 and (m < 64 or n < 64):
             continue
         sizes = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
-        if name == "product_kernel":
-            sizes["SECOND_N"] = n if gated else more
+        sizes["SECOND_N"] = n if gated else more
         columns = values.get("columns", n)
         grid = (-(-values["rows"] // m) * -(-columns // (n + more)),)
-        for registers in (None, 128) if warps == 8 and not more else (None,):
+        for registers in (None, 128) if warps == 8 and more < 64 else (None,):
             yield kernel, grid, args, constants | sizes | {"maxnreg": registers}
 
 

@@ -31,9 +31,16 @@ def _snake(x, turns, strength):
 
 
 @triton.jit
+def _inner(acc, n, bias, turns, strength):
+    """Bias and snake of columns ``n`` of a unit's first product."""
+    return _snake(acc + tl.load(bias + n)[None, :], tl.load(turns + n)[None, :], tl.load(strength + n)[None, :])
+
+
+@triton.jit
 def _finish(
     acc, m, n, inside, columns, bias, residual, scale, turns, strength, raw, out,
     ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr, RAW: tl.constexpr,
+    OUT: tl.constexpr = True,
 ):  # fmt: skip
     """Bias, scale and residual of a tile of a product; store it in ``raw``, and with its activation in ``out``."""
     mask = inside[:, None] & (n < columns)[None, :]
@@ -50,7 +57,7 @@ def _finish(
         acc = _snake(acc, tl.load(turns + n)[None, :], tl.load(strength + n)[None, :])
     elif ACTIVATION == GELU:
         acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
-    if ACTIVATION != NONE:
+    if OUT and ACTIVATION != NONE:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
     return acc
 
@@ -153,14 +160,16 @@ def product_kernel(
 def unit_kernel(
     x, pool, weight, bias, inner_turns, inner_strength, weight2, bias2, residual, turns, strength, raw, out,
     head_weight, heads, slots, positions, rows, length, rate, dilation, slot_size,
-    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, RAW: tl.constexpr,
-    HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, RAW: tl.constexpr, HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SECOND_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A ``SnakeResidual`` whose channels are one tile, between the snakes around it.
+    """A ``SnakeResidual`` whose channels are one tile, in one or two parts, between the snakes around it.
 
     With ``HEAD``, what a last convolution to one channel makes of each position goes into ``heads`` instead of the
     positions themselves: float32 [rows, 8], one column for each tap.
     """
+    WIDTH: tl.constexpr = BLOCK_N + SECOND_N
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     inside, here, jump, time, begun = _operand(
@@ -168,29 +177,39 @@ def unit_kernel(
     )
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if SECOND_N > 0:
+        n2 = BLOCK_N + tl.arange(0, SECOND_N)
+        acc2 = tl.zeros((BLOCK_M, SECOND_N), tl.float32)
     for k in range(0, TAPS * PADDED, BLOCK_K):
         a = _tap(here, jump, inside, time, begun, k, column, dilation, CHANNELS, PADDED, TAPS)
-        w = tl.load(weight + (k + column)[:, None] * BLOCK_N + n[None, :])
-        acc = tl.dot(a, w, acc, input_precision=PRECISION)
-    acc = _snake(
-        acc + tl.load(bias + n)[None, :], tl.load(inner_turns + n)[None, :], tl.load(inner_strength + n)[None, :]
-    )
-    w = tl.load(weight2 + n[:, None] * BLOCK_N + n[None, :])
-    acc = tl.dot(acc.to(w.dtype), w, input_precision=PRECISION)
+        row = weight + (k + column)[:, None] * WIDTH
+        acc = tl.dot(a, tl.load(row + n[None, :]), acc, input_precision=PRECISION)
+        if SECOND_N > 0:
+            acc2 = tl.dot(a, tl.load(row + n2[None, :]), acc2, input_precision=PRECISION)
+    y = _inner(acc, n, bias, inner_turns, inner_strength).to(x.dtype.element_ty)
+    acc = tl.dot(y, tl.load(weight2 + n[:, None] * WIDTH + n[None, :]), input_precision=PRECISION)
+    if SECOND_N > 0:
+        y2 = _inner(acc2, n2, bias, inner_turns, inner_strength).to(x.dtype.element_ty)
+        acc = tl.dot(y2, tl.load(weight2 + n2[:, None] * WIDTH + n[None, :]), acc, input_precision=PRECISION)
+        acc2 = tl.dot(y, tl.load(weight2 + n[:, None] * WIDTH + n2[None, :]), input_precision=PRECISION)
+        acc2 = tl.dot(y2, tl.load(weight2 + n2[:, None] * WIDTH + n2[None, :]), acc2, input_precision=PRECISION)
+    acc = _finish(
+        acc, m, n, inside, CHANNELS, bias2, residual, bias2, turns, strength, raw, out,
+        SNAKE, True, True, False, RAW, not HEAD,
+    )  # fmt: skip
+    if SECOND_N > 0:
+        acc2 = _finish(
+            acc2, m, n2, inside, CHANNELS, bias2, residual, bias2, turns, strength, raw, out,
+            SNAKE, True, True, False, RAW, not HEAD,
+        )  # fmt: skip
     if HEAD:
-        mask = inside[:, None] & (n < CHANNELS)[None, :]
-        at = m.to(tl.int64)[:, None] * CHANNELS + n[None, :]
-        acc += tl.load(bias2 + n)[None, :] + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        acc = _snake(acc, tl.load(turns + n)[None, :], tl.load(strength + n)[None, :])
         tap = tl.arange(0, 16)
         w = tl.load(head_weight + n[:, None] * 16 + tap[None, :])
         parts = tl.dot(acc.to(w.dtype), w, input_precision=PRECISION)
+        if SECOND_N > 0:
+            w = tl.load(head_weight + n2[:, None] * 16 + tap[None, :])
+            parts = tl.dot(acc2.to(w.dtype), w, parts, input_precision=PRECISION)
         tl.store(heads + m[:, None] * 8 + tap[None, :], parts, mask=inside[:, None] & (tap < 8)[None, :])
-    else:
-        _finish(
-            acc, m, n, inside, CHANNELS, bias2, residual, bias2, turns, strength, raw, out,
-            SNAKE, True, True, False, RAW,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "length", "rate"])

@@ -103,7 +103,7 @@ def blocks(rows: int, product: Product) -> dict[str, int | None]:
         size, second, warps, stages, depth = (64, 64), 0, 4, 4, 64
     else:
         size, second, warps, stages, depth = (tile(LEAST, rows), 32), 0, 4, 4, 128
-    block_n = min(size[1], width)
+    block_n = next(n for n in (128, 64, 32, 16) if n <= size[1] and width % (n + second) == 0)
     if product.gated:
         second = block_n
     depth = depth if small else depth // 2
@@ -120,8 +120,11 @@ def unit_blocks(rows: int, product: Product) -> dict[str, int | None]:
     small = product.weight.element_size() < 4
     block_k = next(k for k in (64, 32, 16) if product.padded % k == 0)
     large = -(-rows // 128) >= WAVE
+    width = product.weight.shape[1]
+    second = 32 if width == 96 else 0
     return {
-        "BLOCK_M": 128 if large else 64, "BLOCK_N": product.weight.shape[1], "BLOCK_K": block_k if small else 16,
+        "BLOCK_M": 128 if large else 64, "BLOCK_N": width - second, "SECOND_N": second,
+        "BLOCK_K": block_k if small else 16,
         "num_warps": 8 if large else 4, "num_stages": 4, "maxnreg": TWO_AT_A_TIME if large and small else None,
     }  # fmt: skip
 
@@ -149,7 +152,7 @@ def _product(
 
 def _width(columns: int) -> int:
     """Columns as tiles cover them; see ``blocks``."""
-    if columns % 192 == 0:
+    if columns % 192 == 0 or columns == 96:
         return columns
     return tile(LEAST, columns) if columns <= 128 else -(-columns // 128) * 128
 

@@ -208,7 +208,7 @@ class _Block:
             inner = convolution(unit.conv1, dtype).followed_by(unit.act2)
             outer = convolution(unit.conv2, dtype).followed_by(snake)
             width = outer.weight.shape[1]
-            fused = tile(LEAST, inner.columns) == width <= widest_unit
+            fused = width <= widest_unit
             if fused:
                 outer = replace(outer, weight=_padded(outer.weight, width))
             self.units.append(_Unit(_Convolution.of(inner, pool, rate * up.stride), outer, fused))
@@ -230,7 +230,7 @@ class _Last:
         self.taps = weight.shape[1]
         if self.taps > HEADS:
             raise ValueError(f"the last convolution has {self.taps} taps; {HEADS} fit")
-        self.head = weight.new_zeros(tile(LEAST, len(weight)), LEAST, dtype=dtype)
+        self.head = weight.new_zeros(tile(LEAST, len(weight)), LEAST, dtype=dtype)  # as high as a unit is wide, or more
         self.head[: len(weight), : self.taps] = weight
         self.bias = layer.conv.bias.float()
         pool = Pool()  # of float32
