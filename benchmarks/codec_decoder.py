@@ -25,7 +25,7 @@ import torch
 from omni_plugin_qwen3_tts.checkpoints import random_tensors, speech_tokenizer_config
 from omni_plugin_qwen3_tts.codec_network import CodecNetwork, build_network
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
-from omni_plugin_qwen3_tts.fused_network import FusedNetwork
+from omni_plugin_qwen3_tts.fused_network import WIDEST_UNIT, FusedNetwork
 from omni_plugin_qwen3_tts.fused_ops import Where
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
 from omni_plugin_qwen3_tts.step_graphs import GraphSettings, SlotDecoder
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--chunks", nargs="*", type=int, default=[1, 4, 16], help="frames (default: 1 4 16)")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--no-tf32", action="store_true", help="true float32")
+    parser.add_argument("--widest-unit", type=int, default=WIDEST_UNIT, help="channels of units that are one kernel")
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = not arguments.no_tf32
     device = torch.device(arguments.device)
@@ -77,7 +78,7 @@ def main() -> None:
             kind, _, dtype = form.partition("-")
             begin = time.perf_counter()
             if kind == "fused":
-                which: Form = Fused(reference, getattr(torch, dtype), arguments.batches, arguments.chunks)
+                which: Form = Fused(reference, getattr(torch, dtype), arguments)
             else:
                 which = Plain(copy_of(reference, getattr(torch, dtype)))
             print(f"\n{form}: ready in {time.perf_counter() - begin:.1f} s, ", end="")
@@ -168,8 +169,9 @@ class Plain:
 class Fused:
     """A ``FusedNetwork`` with graphs of what is measured."""
 
-    def __init__(self, network: CodecNetwork, dtype: torch.dtype, batches: list[int], chunks: list[int]) -> None:
-        self.network = FusedNetwork(network, dtype, max(batches) + 1)
+    def __init__(self, network: CodecNetwork, dtype: torch.dtype, arguments: argparse.Namespace) -> None:
+        batches, chunks = arguments.batches, arguments.chunks
+        self.network = FusedNetwork(network, dtype, max(batches) + 1, widest_unit=arguments.widest_unit)
         self.device = self.network.device
         settings = GraphSettings(tuple(sorted({1, *batches})), tuple(sorted({1, *chunks})))
         cuda = self.device.type == "cuda"

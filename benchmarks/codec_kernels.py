@@ -24,7 +24,7 @@ import torch
 from codec_decoder import random_network
 
 from omni_plugin_qwen3_tts import fused_ops
-from omni_plugin_qwen3_tts.fused_network import FusedNetwork
+from omni_plugin_qwen3_tts.fused_network import WIDEST_UNIT, FusedNetwork
 from omni_plugin_qwen3_tts.fused_ops import Where
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
@@ -45,9 +45,14 @@ TILES = [
     (32, 16, 0, 128, 2, 5),
 ]  # fmt: skip
 UNIT_TILES = [
-    (m, 64, 32, 32, warps, stages) for m, warps in ((64, 4), (128, 8), (128, 4), (256, 8), (32, 4), (64, 8))
+    (m, 64, 32, 32, warps, stages)
+    for m, warps in ((64, 4), (128, 8), (128, 4), (256, 8), (32, 4), (64, 8))
     for stages in (2, 3, 4, 5)
-]  # fmt: skip
+] + [
+    (m, 128, 64, k, warps, stages)
+    for m, warps in ((64, 4), (128, 8), (64, 8))
+    for k, stages in ((64, 2), (64, 3), (32, 4))
+]
 RUNS = 10
 WORTH = 0.03
 """Of a step, from which share on a product is tried with other tiles."""
@@ -59,13 +64,15 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["64x16", "1x1"], help="sessions x frames (default: 64x16 1x1)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--widest-unit", type=int, default=WIDEST_UNIT, help="channels of units that are one kernel")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     device = torch.device("cuda")
     sizes = [tuple(map(int, size.split("x"))) for size in arguments.sizes]
     with torch.inference_mode():
         plain = random_network("1.7b", device)
-        network = FusedNetwork(plain, getattr(torch, arguments.dtype), max(batch for batch, _ in sizes) + 1)
+        slots = max(batch for batch, _ in sizes) + 1
+        network = FusedNetwork(plain, getattr(torch, arguments.dtype), slots, widest_unit=arguments.widest_unit)
         del plain
         for batch, chunk in sizes:
             show(network, batch, chunk, arguments.tune)

@@ -99,6 +99,8 @@ def blocks(rows: int, product: Product) -> dict[str, int | None]:
     n = 128 + 64 * split
     if not product.gated and width >= n and -(-rows // 128) * (width // n) >= WAVE:
         size, second, warps, stages, depth = (128, 128), 64 * split, 8, 3, 64
+        if split and product.taps == 1:  # little to multiply: two smaller programs at a time hide each other's stores
+            size, warps = (64, 128), 4
     elif rows > 64:
         size, second, warps, stages, depth = (64, 64), 0, 4, 4, 64
     else:
@@ -117,15 +119,14 @@ def blocks(rows: int, product: Product) -> dict[str, int | None]:
 
 def unit_blocks(rows: int, product: Product) -> dict[str, int | None]:
     """The same of a residual unit, whose columns are one tile."""
-    small = product.weight.element_size() < 4
+    small, width = product.weight.element_size() < 4, product.weight.shape[1]
     block_k = next(k for k in (64, 32, 16) if product.padded % k == 0)
-    large = -(-rows // 128) >= WAVE
-    width = product.weight.shape[1]
-    second = 32 if width == 96 else 0
+    second = width // 3 if width % 96 == 0 else 0
+    large = -(-rows // 128) >= WAVE and width <= 128
     return {
         "BLOCK_M": 128 if large else 64, "BLOCK_N": width - second, "SECOND_N": second,
-        "BLOCK_K": block_k if small else 16,
-        "num_warps": 8 if large else 4, "num_stages": 4, "maxnreg": TWO_AT_A_TIME if large and small else None,
+        "BLOCK_K": block_k if small else 16, "num_warps": 8 if large else 4, "num_stages": 4 if width <= 128 else 3,
+        "maxnreg": TWO_AT_A_TIME if large and small else None,
     }  # fmt: skip
 
 
