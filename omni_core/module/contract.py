@@ -55,6 +55,9 @@ class StageModule(nn.Module, ABC, Generic[StateT]):
     def open(self, options: Values) -> StateT:
         """The state of a new session."""
 
+    def close(self, state: StateT) -> None:
+        """Take back what ``open`` gave, such as a place in a pool. Called once for each state, also after a failure."""
+
     @abstractmethod
     def batch_key(self, state: StateT, values: Values) -> Hashable:
         """Sessions with equal keys may share a step."""

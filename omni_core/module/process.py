@@ -72,7 +72,8 @@ class ModuleRunner:
     def receive(self, message: Request) -> None:
         """Take note of a message; computes nothing but a session's first state."""
         if isinstance(message, Close):
-            self.sessions.pop(message.session, None)
+            if (closed := self.sessions.pop(message.session, None)) is not None:
+                self._release(closed)
         elif isinstance(message, Open):
             session = self.sessions[message.session] = Session()
             try:
@@ -122,7 +123,18 @@ class ModuleRunner:
 
     def _fail(self, session: Session, error: Exception) -> None:
         logger.error("a session failed", exc_info=error)
-        session.error, session.state = describe(error), None
+        session.error = describe(error)
+        self._release(session)
+
+    def _release(self, session: Session) -> None:
+        """Give the session's state back, if it has one, whatever the module says to it."""
+        state, session.state = session.state, None
+        if state is None:
+            return
+        try:
+            self.module.close(state)
+        except Exception as error:
+            logger.error("a session could not be closed", exc_info=error)
 
 
 def run(settings: ModuleSettings, address: str) -> None:

@@ -14,7 +14,9 @@ import uvloop
 
 from omni_core.errors import EngineDied, GenerationError, StageStartError
 from omni_core.module.client import ModuleEngine
-from omni_core.module.process import ModuleSettings
+from omni_core.module.contract import StageModule
+from omni_core.module.messages import Close, Open, Push
+from omni_core.module.process import ModuleRunner, ModuleSettings
 
 FOLDER = Path(__file__).parent
 
@@ -60,6 +62,55 @@ def test_sessions_keep_their_own_state_and_share_steps(engine):
         assert [output["sum"].tolist() for output in outputs] == [[count * n, count * n] for n in range(1, 6)]
     assert max(output["together"] for outputs in results for output in outputs) > 1
     assert all(output["together"] == 1 for outputs in results[3:] for output in outputs), "shapes differ"
+
+
+class Lender(StageModule[list[str]]):
+    """Keeps account of the states that it lends."""
+
+    def __init__(self):
+        super().__init__()
+        self.lent, self.returned = [], []
+
+    @classmethod
+    def load(cls, context):
+        return cls()
+
+    def open(self, options):
+        if options.get("refuse"):
+            raise ValueError("this session is refused")
+        self.lent.append([])
+        return self.lent[-1]
+
+    def close(self, state):
+        self.returned.append(state)
+        if len(self.returned) == 2:
+            raise RuntimeError("what a module says to a closed session is nobody else's affair")
+
+    def batch_key(self, state, values):
+        return values["key"]
+
+    def step(self, states, inputs):
+        if inputs[0]["key"] == "fail":
+            raise RuntimeError("the step fails")
+        return [{} for _ in states]
+
+
+def test_a_state_is_given_back_once():
+    """Given sessions that are closed, fail, and fail before they are closed, then each state comes back, and once."""
+    module, outputs = Lender(), []
+    runner = ModuleRunner(module, outputs.append, max_batch=4)
+    for name, key in (("good", "x"), ("idle", None), ("bad", "fail")):
+        runner.receive(Open(name, {}))
+        if key:
+            runner.receive(Push(name, 0, {"key": key}))
+    runner.receive(Open("refused", {"refuse": True}))
+    good, idle, bad = module.lent
+    while runner.busy:
+        runner.step()
+    assert module.returned == [bad] and [output.error is None for output in outputs] == [True, False]
+    for name in ("bad", "good", "idle", "refused", "good"):
+        runner.receive(Close(name))
+    assert [id(state) for state in module.returned] == [id(bad), id(good), id(idle)] and not runner.sessions
 
 
 def test_a_failing_step_fails_its_sessions_only(engine):

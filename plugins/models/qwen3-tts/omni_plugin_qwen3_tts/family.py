@@ -16,6 +16,9 @@ TOKENIZER = "qwen3_tts_tokenizer_12hz"
 CONTEXT = 8192
 """Rows of prompt and speech together: eleven minutes."""
 
+DECODER = {"cuda_graphs": True, "codec_dtype": "auto", "max_sessions": 256}
+"""Options of the decoder's stage; see ``CodecDecoder``."""
+
 
 def pipeline(checkpoint: Checkpoint) -> Pipeline:
     """Talker and decoder, and for voices of one's own an encoder of references.
@@ -38,7 +41,7 @@ def pipeline(checkpoint: Checkpoint) -> Pipeline:
             "omni_plugin_qwen3_tts.talker:stage_config",
             defaults={"max_model_len": CONTEXT, "gpu_memory_utilization": 0.6},
         ),
-        ModuleStage("decoder", "omni_plugin_qwen3_tts.codec_decoder:CodecDecoder", options={"cuda_graphs": True}),
+        ModuleStage("decoder", "omni_plugin_qwen3_tts.codec_decoder:CodecDecoder", options=DECODER),
     ]
     edges = [Edge("talker", "decoder", "codes", streams=True)]
     if config.get("tts_model_type") == "base":

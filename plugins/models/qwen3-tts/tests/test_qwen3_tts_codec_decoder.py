@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from omni_core.errors import CheckpointError
+from omni_core.errors import CheckpointError, ConfigError
 from omni_core.module.client import ModuleEngine
 from omni_core.module.contract import ModuleContext
 from omni_core.module.process import ModuleSettings
@@ -49,8 +49,8 @@ def exact_decoder(checkpoint_of):
     return load(checkpoint_of("base"), torch.float64)
 
 
-def load(folder, dtype=torch.float32):
-    return CodecDecoder.load(ModuleContext(folder, torch.device("cpu"), dtype))
+def load(folder, dtype=torch.float32, **options):
+    return CodecDecoder.load(ModuleContext(folder, torch.device("cpu"), dtype, options))
 
 
 def random_codes(frames, seed=0):
@@ -122,6 +122,10 @@ class TestParity:
         tensors = golden_tensors("speech_tokenizer")
         audio = stream(load(checkpoint_of("base"), dtype), tensors["decoder.codes"].numpy(), [4] * 6)
         assert audio.dtype == np.float32 and ROUNDING < worst(audio, tensors["decoder.audio"]) < most
+
+    def test_the_codec_s_dtype_goes_before_the_stage_s(self, checkpoint_of):
+        assert load(checkpoint_of("base"), codec_dtype="auto").dtype == torch.float32
+        assert load(checkpoint_of("base"), codec_dtype="bfloat16").dtype == torch.bfloat16
 
     @pytest.mark.parametrize("layer", ["first", "last"])
     def test_a_dropped_layer_shows(self, checkpoint_of, golden_tensors, layer):
@@ -312,6 +316,17 @@ class TestRefusals:
     def test_codes_that_are_none(self, decoder, codes, message):
         with pytest.raises(ValueError, match=message):
             decoder.batch_key(decoder.open({}), {"codes": codes})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"codec_dtype": "float8"}, "codec_dtype is 'float8'; .* runs in auto, float32, bfloat16, float16"),
+            ({"max_sessions": 0}, "max_sessions is 0; expected a number of at least 1"),
+        ],
+    )
+    def test_options_of_the_stage(self, checkpoint_of, options, message):
+        with pytest.raises(ConfigError, match=message):
+            load(checkpoint_of("base"), **options)
 
     def test_an_option_of_a_session(self, decoder):
         with pytest.raises(ValueError, match="unknown options speed; there are none"):
