@@ -18,6 +18,8 @@ from omni_core.module.messages import ENCODER, REPLIES, Close, Open, Output, Pus
 from omni_core.module.process import ModuleSettings, run
 
 START_TIMEOUT_SECONDS = 600
+MODULE_PROCESS = "omni-"
+"""What the names of processes of module stages begin with."""
 
 
 class ModuleSession:
@@ -69,7 +71,7 @@ class ModuleEngine:
         self._unwatch: Callable[[], object] = lambda: None
         self._closed = self._dead = False
         self.process = multiprocessing.get_context("spawn").Process(
-            target=run, args=(settings, address), name=f"omni-{settings.stage}", daemon=True
+            target=run, args=(settings, address), name=f"{MODULE_PROCESS}{settings.stage}", daemon=True
         )
         try:
             self.process.start()

@@ -7,6 +7,7 @@ import multiprocessing.process
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_core.config.model import Resolved
 from omni_core.errors import ConfigError, EngineDied
+from omni_core.module.client import MODULE_PROCESS
 from omni_core.plugins.manager import PLUGIN_SET_VARIABLE, get_manager
 from omni_core.processes import ParentBound
 from omni_core.supervisor import SleepMode
@@ -34,7 +36,12 @@ class VllmEngine:
         stage: the stage's name.
         resolved: what is served.
         arguments: vLLM's engine arguments.
+
+    Attributes:
+        environment: variables of the engine's processes.
     """
+
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, stage: str, resolved: Resolved, arguments: Mapping[str, Any]) -> None:
         self.stage = stage
@@ -49,7 +56,7 @@ class VllmEngine:
         get_manager().require(resolved.family, resolved.platform)
         activate()
         before = set(multiprocessing.active_children())
-        with _plugin_set_in_environment():
+        with _in_environment({PLUGIN_SET_VARIABLE: get_manager().plugin_set.to_json(), **self.environment}):
             try:
                 engine_args = AsyncEngineArgs(**arguments)
                 config = engine_args.create_engine_config()
@@ -64,7 +71,8 @@ class VllmEngine:
                 enable_log_requests=engine_args.enable_log_requests,
                 disable_log_stats=engine_args.disable_log_stats,
             )
-        self._processes = set(multiprocessing.active_children()) - before
+        started = set(multiprocessing.active_children()) - before
+        self._processes = {one for one in started if not one.name.startswith(MODULE_PROCESS)}  # these start meanwhile
         return client
 
     def watch(self, on_death: Callable[[], None]) -> None:
@@ -124,14 +132,15 @@ class VllmEngine:
 
 
 @contextmanager
-def _plugin_set_in_environment() -> Iterator[None]:
-    """Hand the plugin set to the processes that start meanwhile, and to no later ones."""
-    before = os.environ.get(PLUGIN_SET_VARIABLE)
-    os.environ[PLUGIN_SET_VARIABLE] = get_manager().plugin_set.to_json()
+def _in_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Hand variables to the processes that start meanwhile, and to no later ones."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[PLUGIN_SET_VARIABLE]
-        else:
-            os.environ[PLUGIN_SET_VARIABLE] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

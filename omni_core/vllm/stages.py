@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.platforms import current_platform
 from omni_core.config.model import Resolved, StageConfig
 from omni_core.module.client import ModuleEngine
 from omni_core.module.process import ModuleSettings
-from omni_core.pipeline import DiffusionStage, ModuleStage, TalkerStage
+from omni_core.pipeline import DiffusionStage, ModuleStage, Stage, TalkerStage
 from omni_core.plugins.declarations import load_reference
 from omni_core.stages import SupervisedDiffusion, SupervisedModule, SupervisedTalker
 from omni_core.supervisor import SupervisedStage
@@ -21,14 +22,25 @@ from omni_core.vllm.diffusion.engine import DiffusionEngine
 def start_stages(resolved: Resolved, stack: ExitStack) -> dict[str, SupervisedStage[Any]]:
     """Start every stage of the pipeline; by name, the front one first. ``stack`` stops them.
 
-    Module stages start first: they are small, and an engine measures the memory that is left when it starts.
+    Module stages start while vLLM's engines do, of which one starts after the other: an engine measures the memory
+    that is left when it starts.
     """
-    order = sorted(resolved.pipeline.stages, key=lambda stage: not isinstance(stage, ModuleStage))
-    started: dict[str, SupervisedStage[Any]] = {}
-    for stage in order:
-        started[stage.name] = _start(resolved, resolved.stages[stage.name])
-        stack.callback(started[stage.name].close)
-    return {stage.name: started[stage.name] for stage in resolved.pipeline.stages}
+
+    def start(stage: Stage) -> SupervisedStage[Any]:
+        supervised = _start(resolved, resolved.stages[stage.name])
+        stack.callback(supervised.close)
+        return supervised
+
+    stages = resolved.pipeline.stages
+    modules = [stage for stage in stages if isinstance(stage, ModuleStage)]
+    pool = ThreadPoolExecutor(max(1, len(modules)), thread_name_prefix="omni-start")
+    # Its threads live as long as the stages: a child process ends with the thread that started it. What starts while
+    # another stage fails is stopped behind this.
+    stack.callback(pool.shutdown)
+    starting = {stage.name: pool.submit(start, stage) for stage in modules}
+    started = {stage.name: start(stage) for stage in stages if stage not in modules}
+    started |= {name: future.result() for name, future in starting.items()}
+    return {stage.name: started[stage.name] for stage in stages}
 
 
 def _start(resolved: Resolved, config: StageConfig) -> SupervisedStage[Any]:
