@@ -28,7 +28,6 @@ def within_bounds() -> Iterator[None]:
     builder = type(interpreter.interpreter_builder)
     executor = interpreter.GridExecutor
     load, store, arguments = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
-    plain_load, plain_store = builder.create_load, builder.create_store
     allowed: list[tuple[int, int]] = []
 
     def remember(self: Any, args: Any, kwargs: Any) -> Any:
@@ -68,5 +67,4 @@ def within_bounds() -> Iterator[None]:
         yield
     finally:
         builder.create_masked_load, builder.create_masked_store = load, store
-        builder.create_load, builder.create_store = plain_load, plain_store
         executor._init_args_hst = arguments

@@ -12,6 +12,20 @@ import torch
 from omni_core.ar.sampling import sample_codes
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def bounded():
+    """Where kernels are interpreted, nothing beyond their tensors may be touched."""
+    if DEVICE == "cuda":
+        yield
+        return
+    from omni_core.testing.triton_bounds import within_bounds
+
+    with within_bounds():
+        yield
+
+
 runs = pytest.mark.skipif(
     DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device or TRITON_INTERPRET=1"
 )
