@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,22 @@ class CodeSampling:
     def __post_init__(self) -> None:
         if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(f"temperature and top_k must be at least 0 and top_p in (0, 1], got {self}")
+
+
+class SampleCodes(Protocol):
+    """Draws one code for each row, and looks up what it is to the next group."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        seeds: torch.Tensor,
+        counters: torch.Tensor,
+        table: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What ``sample_codes`` gives for the same arguments, and the rows of ``table`` [candidates, width] for it."""
 
 
 def gumbel_noise(seeds: torch.Tensor, counters: torch.Tensor, num_candidates: int) -> torch.Tensor:

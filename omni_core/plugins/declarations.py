@@ -160,6 +160,8 @@ class Platform:
         environment: environment variables set for Omni's processes where the user has not set them.
         capture: ``"module:function"``, ``function(work) -> (replay, result)``: records what a function without
             arguments makes the device do, to be replayed at once; ``None`` where the hardware cannot.
+        sample_codes: ``"module:function"``, an ``omni_core.ar.sampling.SampleCodes`` of the hardware's own; ``None``
+            for PyTorch's operations.
     """
 
     name: str
@@ -169,10 +171,17 @@ class Platform:
     stage_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     capture: str | None = None
+    sample_codes: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self, self.name)
-        check_reference(self, diffusion_worker=self.diffusion_worker, attention=self.attention, capture=self.capture)
+        check_reference(
+            self,
+            diffusion_worker=self.diffusion_worker,
+            attention=self.attention,
+            capture=self.capture,
+            sample_codes=self.sample_codes,
+        )
 
 
 @dataclass(frozen=True)

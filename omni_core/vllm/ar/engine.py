@@ -231,5 +231,7 @@ def engine_arguments(resolved: Resolved, config: StageConfig, num_code_groups: i
         "enable_prompt_embeds": True,  # so that the model state makes the inputs
         "enable_prefix_caching": False,  # what a frame's code stands for is not in its token alone
         "max_logprobs": max(20, num_code_groups),
-        "additional_config": {JOB_KEY: {"capture": resolved.platform.capture}},
+        "additional_config": {
+            JOB_KEY: {"capture": resolved.platform.capture, "sample_codes": resolved.platform.sample_codes}
+        },
     }

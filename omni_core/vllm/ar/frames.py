@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from vllm.platforms import current_platform
 
 from omni_core.ar.contract import TalkerModel
-from omni_core.ar.sampling import sample_codes
+from omni_core.ar.sampling import SampleCodes, sample_codes
 from omni_core.vllm.ar.slots import Rows
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
@@ -58,22 +57,18 @@ class FrameSteps:
         model: the family's.
         rows: what is kept of the requests.
         embeds: [tokens, hidden], where the backbone's inputs lie; ``embed`` writes the first rows.
+        sample: the platform's own way to draw, if it has one.
     """
 
-    def __init__(self, model: TalkerModel, rows: Rows, embeds: torch.Tensor) -> None:
+    def __init__(self, model: TalkerModel, rows: Rows, embeds: torch.Tensor, sample: SampleCodes | None = None) -> None:
         self.model, self.rows, self.embeds = model, rows, embeds
+        self._sample = sample or _sample
         self._device = embeds.device
         self._true = torch.ones((), dtype=torch.bool, device=embeds.device)
         self._groups = torch.arange(model.num_code_groups, device=embeds.device)[:, None]
         self._inputs: FrameInputs | None = None
         self._graphs: dict[int, tuple[Recorded, Recorded]] = {}
         self._recordings: Callable[[], None] = lambda: None
-        self._sample: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _sample
-        if embeds.device.type != "cpu":
-            from omni_core.vllm.ar.sampling_kernel import sample_codes_kernel
-
-            pdl = current_platform.is_cuda() and current_platform.has_device_capability(90)
-            self._sample = partial(sample_codes_kernel, pdl=pdl)
         rows.on_move = self._record_again
 
     # The frame before
@@ -199,7 +194,7 @@ def _sample(
     top_p: torch.Tensor,
     seeds: torch.Tensor,
     counters: torch.Tensor,
-    table: torch.Tensor | None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     codes = sample_codes(logits, temperature, top_k, top_p, seeds, counters)
     return codes, None if table is None else F.embedding(codes, table)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.utils.platform_utils import is_pin_memory_available
 
 from omni_core.ar.messages import Piece, TokenSampling
 from omni_core.ar.sampling import CodeSampling
@@ -54,6 +55,7 @@ class Rows:
 
     def __init__(self, num_slots: int, max_frames: int, num_groups: int, vocabulary: int, device: torch.device) -> None:
         self.device = device
+        self._pin = device.type != "cpu" and is_pin_memory_available()
         self.max_frames = max_frames
         self.num_slots = num_slots
         self.on_move: Callable[[], None] = lambda: None
@@ -148,7 +150,7 @@ class Rows:
             (self.reals, self._reals),
         ):
             host = torch.from_numpy(values.copy())
-            tensor.copy_(host.pin_memory() if tensor.is_cuda else host, non_blocking=True)
+            tensor.copy_(host.pin_memory() if self._pin else host, non_blocking=True)
 
 
 def _settings(piece: Piece, text_length: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:

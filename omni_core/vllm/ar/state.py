@@ -44,7 +44,10 @@ class TalkerModelState(DefaultModelState):
         self.talker = cast(TalkerModel, model)
         vocabulary = self.model_config.get_vocab_size()
         self.rows = Rows(self.max_num_reqs, self.max_model_len, self.talker.num_code_groups, vocabulary, device)
-        self.frames = FrameSteps(self.talker, self.rows, self.inputs_embeds)
+        self._platform = vllm_config.additional_config[JOB_KEY]
+        own = self._platform["sample_codes"]
+        sample = None if own is None else load_reference(own)
+        self.frames = FrameSteps(self.talker, self.rows, self.inputs_embeds, sample)
         self._no_scores = torch.zeros(self.max_num_reqs, self.talker.num_code_groups, device=device)
         self._no_ranks = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._slots: dict[str, tuple[int, Request]] = {}
@@ -145,7 +148,7 @@ class TalkerModelState(DefaultModelState):
         )
 
     def capture_inner_cudagraphs(self, *arguments: Any, **options: Any) -> None:
-        capture = self.vllm_config.additional_config[JOB_KEY]["capture"]
+        capture = self._platform["capture"]
         if capture is None:
             return
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []

@@ -25,6 +25,7 @@ def omni_platforms() -> list[Platform]:
                 "talker": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
             },
             capture="omni_platform_cuda.graphs:capture",
+            sample_codes="omni_platform_cuda.sampling:sample_codes",
         )
     ]
 

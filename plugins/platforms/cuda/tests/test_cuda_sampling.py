@@ -66,7 +66,7 @@ def inputs(candidates, *, temperature=0.9, top_k=0, top_p=1.0, rows=ROWS, dtype=
     ids=str,
 )
 def test_the_kernel_draws_what_pytorch_draws(candidates, dtype, asked):
-    from omni_core.vllm.ar.sampling_kernel import sample_codes_kernel
+    from omni_platform_cuda.sampling import sample_codes_kernel
 
     values = inputs(candidates, dtype=dtype, **asked)
     table = torch.randn(candidates, 24, device=DEVICE)
@@ -78,7 +78,7 @@ def test_the_kernel_draws_what_pytorch_draws(candidates, dtype, asked):
 
 @runs
 def test_the_kernel_s_rows_differ_by_seed_and_counter():
-    from omni_core.vllm.ar.sampling_kernel import sample_codes_kernel
+    from omni_platform_cuda.sampling import sample_codes_kernel
 
     logits, temperature, top_k, top_p, seeds, counters = inputs(128)
     flat = torch.zeros_like(logits)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from omni_core.testing.triton_compile import compiling
+from omni_platform_cuda.compiling import compiling
 
 HALF = torch.bfloat16
 LAYERS = {
@@ -48,7 +48,7 @@ def test_linear_layers_fit_into_registers_and_shared_memory(rows, layer):
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_attention_and_sampling_do(rows):
-    from omni_core.vllm.ar.sampling_kernel import sample_codes_kernel
+    from omni_platform_cuda.sampling import sample_codes_kernel
     from omni_plugin_qwen3_tts.attention_kernels import DecodeAttention, attend_frame, rotate_heads
 
     attend = DecodeAttention(16, 8, 128, 64, torch.device("cpu"))

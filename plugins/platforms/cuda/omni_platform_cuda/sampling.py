@@ -8,9 +8,24 @@ equally likely, as the PyTorch form does. At most 32767 candidates.
 from __future__ import annotations
 
 import torch
+from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 
 _WARPS = 8
+
+
+def sample_codes(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+    table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``omni_core.ar.sampling.SampleCodes``."""
+    pdl = current_platform.has_device_capability(90)
+    return sample_codes_kernel(logits, temperature, top_k, top_p, seeds, counters, table, pdl=pdl)
 
 
 def sample_codes_kernel(
