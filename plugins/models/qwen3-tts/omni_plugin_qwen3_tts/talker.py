@@ -117,7 +117,8 @@ class Qwen3TTSTalker(TalkerMixin, Qwen3ForCausalLM):
     def embed_prompt(self, prompt: Mapping[str, Any]) -> torch.Tensor:
         """The rows of ``prompt.TalkerPrompt``: text, codes, speaker and reference frames, each where it has any."""
         device, dtype = self.suppressed.device, self.text_embedding.weight.dtype
-        text, codec = (torch.tensor(prompt[name], dtype=torch.int64, device=device) for name in ("text", "codec"))
+        both = torch.tensor([prompt["text"], prompt["codec"]], dtype=torch.int64)
+        text, codec = (both.pin_memory() if device.type != "cpu" else both).to(device, non_blocking=True)
         rows = self.embed_text(text.clamp(min=0)) * (text >= 0)[:, None]
         rows += self.model.embed_input_ids(codec.clamp(min=0)) * (codec >= 0)[:, None]
         if prompt["speaker"]:
