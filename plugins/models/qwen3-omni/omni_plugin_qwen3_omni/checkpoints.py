@@ -126,7 +126,7 @@ def _vision(width: int, depth: int, heads: int, intermediate: int, taps: list[in
 _TINY: dict[str, Any] = {
     "text": {**_layers(128, 64, 6, 4, 2, 32), **_experts(8, 2, 64, 0, [6, 5, 5])},
     "audio": _audio(64, 2, 2, 128, 16, 128),
-    "vision": {**_vision(64, 4, 2, 128, [0, 1, 2], 128), "num_position_embeddings": 256},
+    "vision": {**_vision(64, 4, 2, 128, [0, 1, 2], 128), "num_position_embeddings": 256, "image_size": 256},
     "talker": {**_layers(64, 96, 3, 4, 2, 32), **_experts(8, 3, 32, 64, [6, 5, 5])},
     "predictor": _layers(64, 96, 3, 4, 2, 32),
     "code2wav": {
@@ -145,7 +145,7 @@ SIZES = {
     "30b-a3b": Size(
         text={**_layers(2048, 768, 48, 32, 4, 128), **_experts(128, 8, 768, 0, [24, 20, 20])},
         audio=_audio(1280, 32, 20, 5120, 480, 2048),
-        vision={**_vision(1152, 27, 16, 4304, [8, 16, 24], 2048), "num_position_embeddings": 2304},
+        vision={**_vision(1152, 27, 16, 4304, [8, 16, 24], 2048), "num_position_embeddings": 2304, "image_size": 768},
         talker={**_layers(1024, 2048, 20, 16, 2, 128), **_experts(128, 6, 384, 768, [24, 20, 20])},
         predictor=_layers(1024, 3072, 5, 16, 8, 128),
         code2wav={
@@ -205,7 +205,7 @@ def _thinker_config(wanted: Size) -> dict[str, Any]:
         },
         "vision_config": {
             **wanted.vision, "model_type": "qwen3_omni_moe_vision_encoder", "apply_vit_abs_pos_embed": True,
-            "hidden_act": "gelu_pytorch_tanh", "image_size": 768, "in_channels": 3, "in_chans": 3, "patch_size": 16,
+            "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "in_chans": 3, "patch_size": 16,
             "spatial_merge_size": 2, "spatial_patch_size": 16, "temporal_patch_size": 2, "tokens_per_second": 2,
         },
         **_ids({**MEDIA_TOKENS, "user_token_id": "user", "vision_end_token_id": "<|vision_end|>"}, wanted),
