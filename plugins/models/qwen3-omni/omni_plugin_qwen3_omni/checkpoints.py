@@ -65,6 +65,9 @@ PREPROCESSOR = {
     "temporal_patch_size": 2,
 }  # fmt: skip
 
+END_OF_SPEECH = 1.6
+"""How much more the talker's end depends on its state than a code does, so that it comes after some dozens of frames."""
+
 GB = 1000**3
 
 
@@ -268,7 +271,9 @@ def model_tensors(config: Mapping[str, Any]) -> Named:
                 yield f"{prefix}{experts}{index}.{half}.weight", (outputs // len(halves), inputs)
 
 
-def write_checkpoint(folder: Path, *, size_name: str = "tiny", seed: int = 0, device: str = "cpu") -> Path:
+def write_checkpoint(
+    folder: Path, *, size_name: str = "tiny", seed: int = 0, device: str = "cpu", endless: bool = False
+) -> Path:
     """Write a checkpoint in bfloat16.
 
     Args:
@@ -276,6 +281,7 @@ def write_checkpoint(folder: Path, *, size_name: str = "tiny", seed: int = 0, de
         size_name: one of ``SIZES``.
         seed: of the weights, which depend on the device too.
         device: where the weights are made; memory for one file of them is needed there and on the host.
+        endless: the end of speech is never among the likeliest codes, so that requests run to their bound.
     """
     wanted, config = SIZES[size_name], model_config(size_name)
     template = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
@@ -285,7 +291,9 @@ def write_checkpoint(folder: Path, *, size_name: str = "tiny", seed: int = 0, de
     _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     _write_json(folder / "chat_template.json", {"chat_template": template})
     write_tokenizer(folder, genuine=wanted.genuine, chat_template=template)
-    _write_weights(folder, model_tensors(config), torch.Generator(device).manual_seed(seed), wanted.shard)
+    end = config["talker_config"]["codec_eos_token_id"] if wanted.speaks else None
+    scaled = {} if end is None else {"talker.codec_head.weight": (end, 0.0 if endless else END_OF_SPEECH)}
+    _write_weights(folder, model_tensors(config), torch.Generator(device).manual_seed(seed), wanted.shard, scaled)
     return folder
 
 
@@ -293,14 +301,22 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, named: Named, generator: torch.Generator, limit: int) -> None:
-    """Write shards one after another, and the index that says which tensor is in which."""
+def _write_weights(
+    folder: Path, named: Named, generator: torch.Generator, limit: int, scaled: Mapping[str, tuple[int, float]]
+) -> None:
+    """Write shards one after another, and the index that says which tensor is in which.
+
+    ``scaled``: by tensor, a row and what it is multiplied by.
+    """
     shards = list(_shards(named, limit))
     index: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: random_tensor(name, shape, generator).to(torch.bfloat16) for name, shape in shard}
+        for name in tensors.keys() & scaled.keys():
+            row, factor = scaled[name]
+            tensors[name][row] *= factor
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -372,8 +388,11 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny", help="default: tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="where the weights are made, such as cuda (default: cpu)")
+    parser.add_argument("--endless", action="store_true", help="speech runs to its bound, for measurements")
     options = parser.parse_args()
-    write_checkpoint(options.folder, size_name=options.size, seed=options.seed, device=options.device)
+    write_checkpoint(
+        options.folder, size_name=options.size, seed=options.seed, device=options.device, endless=options.endless
+    )
 
 
 if __name__ == "__main__":

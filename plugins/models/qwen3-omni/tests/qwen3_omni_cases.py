@@ -46,7 +46,7 @@ _SYSTEM = {"role": "system", "content": [text("Be brief.")]}
 _ANSWER = {"role": "assistant", "content": [text("A quiet thing.")]}
 
 CASES = {
-    "text": Case((_user(text("Hello")),), thinker_tokens=8, frames=16),
+    "text": Case((_user(text("No.")),), frames=24),
     "system": Case((_SYSTEM, _user(text("Say the word in the middle."))), "Chelsie"),
     "two_turns": Case((_SYSTEM, _user(text("What is it?")), _ANSWER, _user(text("And why?"))), "AIDEN"),
     "stopped": Case((_user(text("Hello")),), "Aiden", thinker_tokens=40, stop=22),
@@ -55,7 +55,7 @@ CASES = {
     "video": Case((_user(VIDEO, text("What is this?")),)),
     "audio_in_video": Case((_user(VIDEO, text("What is this?")),), use_audio_in_video=True),
     "all_media_two_turns": Case(
-        (_user(IMAGE, text("This?")), _ANSWER, _user(text("Or"), AUDIO, text("that?"), VIDEO)), "Chelsie"
+        (_user(IMAGE, text("This?")), _ANSWER, _user(text("Rain or"), VIDEO, text("sun:"), AUDIO)), "Chelsie"
     ),
 }
 
