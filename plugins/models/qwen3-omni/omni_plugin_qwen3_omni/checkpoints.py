@@ -66,7 +66,7 @@ PREPROCESSOR = {
 }  # fmt: skip
 
 END_OF_SPEECH = 1.6
-"""How much more the talker's end depends on its state than a code does, so that it comes after some dozens of frames."""
+"""How much more the talker's end depends on its state than a code does, so that it comes after dozens of frames."""
 
 GB = 1000**3
 
@@ -368,7 +368,7 @@ def _inputs(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _gain(name: str, shape: tuple[int, ...]) -> float:
-    """Chosen so that tokens and codes differ from step to step, one is likelier than others, and audio is not clipped."""
+    """Chosen so that tokens and codes differ from step to step, some are likelier, and audio is not clipped."""
     if "lm_head" in name or "codec_head" in name:
         return 3.0
     if name.endswith(".mlp.gate.weight"):  # experts differ in weight

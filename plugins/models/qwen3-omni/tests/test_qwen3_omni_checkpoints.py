@@ -149,7 +149,8 @@ def test_tools_are_in_the_system_turn_and_their_answers_are_of_the_user(rendered
         tools=[{"type": "function", "function": {"name": "f"}}],
     )
     system, _, rest = prompt.partition("<|im_end|>\n")
-    assert system.startswith("<|im_start|>system\nS\n\n") and '{"type": "function", "function": {"name": "f"}}' in system
+    assert system.startswith("<|im_start|>system\nS\n\n")
+    assert '\n{"type": "function", "function": {"name": "f"}}\n' in system
     called = '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
     answers = "\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
     assert rest == f"{USER}Hi<|im_end|>\n{called}<|im_start|>user{answers}"

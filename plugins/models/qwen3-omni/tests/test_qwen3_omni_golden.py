@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -77,9 +79,8 @@ def test_the_prompt_is_the_users_turns_and_nine_rows(parts, golden, golden_tenso
     said, tensors, spoken = golden("cases")[name], golden_tensors(name), config.talker_config
     prompt, text = said["prompt_ids"], said["text_ids"]
     starts = [*(i for i, token in enumerate(prompt) if token == config.im_start_token_id), len(prompt)]
-    kept = [
-        i for a, b in zip(starts, starts[1:], strict=False) if prompt[a + 1] == config.user_token_id for i in range(a, b)
-    ]
+    turns = [(a, b) for a, b in pairwise(starts) if prompt[a + 1] == config.user_token_id]
+    kept = [position for a, b in turns for position in range(a, b)]
     assert said["talker_ids"] == [prompt[i] for i in kept] + [config.tts_pad_token_id] * 9
     rows = tensors["prompt_embeds"]
     media = {config.thinker_config.audio_token_id, spoken.image_token_id, spoken.video_token_id}
@@ -209,14 +210,30 @@ def test_text_of_one_token_cannot_be_spoken_by_the_reference(reference):
         reference.run(dataclasses.replace(CASES["text"], thinker_tokens=1))
 
 
+def test_an_answer_that_the_prompt_begins_is_spoken_from_its_beginning_but_cut(reference, parts):
+    """The reference cuts text after as many rows as tokens were generated, which forgets those of the prompt."""
+    _, text_rows, config = parts
+    inputs = reference.prepare(CASES["text"])
+    begun = reference.processor.tokenizer("So,")["input_ids"]
+    ids = torch.cat([inputs["input_ids"], torch.tensor([begun])], dim=1)
+    sequences, _ = reference.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), thinker_max_new_tokens=3, talker_max_new_tokens=2,
+        talker_do_sample=False,
+    )  # fmt: skip
+    spoken = [*begun, *sequences[0, ids.shape[1] :].tolist()]
+    bos = reference.model.talker.model.codec_embedding(torch.tensor(config.talker_config.codec_bos_id))
+    first, trailing = reference.given["inputs_embeds"][0, -1], reference.given["trailing_text_hidden"][0]
+    torch.testing.assert_close(first, text_rows(spoken[:1])[0] + bos)
+    whole = [*spoken[1:-1], config.tts_eos_token_id]
+    assert len(whole) == 5
+    torch.testing.assert_close(trailing, text_rows([*whole[:3], config.tts_eos_token_id, config.tts_pad_token_id]))
+
+
 def test_sampling_of_the_talker_is_that_of_the_code_predictor(reference):
     inputs = reference.prepare(CASES["text"])
-    given = {}
-    generate = reference.model.talker.code_predictor.generate
-    reference.model.talker.code_predictor.generate = lambda **arguments: given.update(arguments) or generate(**arguments)
-    try:
+    predictor = reference.model.talker.code_predictor
+    with mock.patch.object(predictor, "generate", wraps=predictor.generate) as generate:
         reference.model.generate(**inputs, thinker_max_new_tokens=3, talker_max_new_tokens=2)
-    finally:
-        reference.model.talker.code_predictor.generate = generate
-    assert {key: given[key] for key in ("do_sample", "top_k", "top_p")} == {"do_sample": True, "top_k": 50, "top_p": 0.8}
-    assert "temperature" not in given and given["max_new_tokens"] == 15
+    given = generate.call_args.kwargs
+    assert (given["do_sample"], given["top_k"], given["top_p"], given["max_new_tokens"]) == (True, 50, 0.8, 15)
+    assert "temperature" not in given

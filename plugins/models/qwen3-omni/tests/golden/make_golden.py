@@ -103,9 +103,7 @@ class Reference:
 
     def prepare(self, case: Case) -> dict[str, Any]:
         """What the processor makes of a request."""
-        prompt = self.processor.apply_chat_template(
-            list(case.messages), add_generation_prompt=True, tokenize=False
-        )
+        prompt = self.processor.apply_chat_template(list(case.messages), add_generation_prompt=True, tokenize=False)
         media = {
             kind: [made() for _ in range(count(case, part))] or None
             for kind, part, made in (("images", "image", image), ("audio", "audio", audio), ("videos", "video", video))
