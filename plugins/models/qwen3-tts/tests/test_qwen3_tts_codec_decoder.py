@@ -18,8 +18,8 @@ from omni_core.errors import CheckpointError, ConfigError
 from omni_core.module.client import ModuleEngine
 from omni_core.module.contract import ModuleContext
 from omni_core.module.process import ModuleSettings
-from omni_plugin_qwen3_tts.codec_decoder import CodecDecoder
-from omni_plugin_qwen3_tts.streaming_layers import PastLayout, SlidingAttention
+from omni_speech_codec.streaming_decoder import CodecDecoder
+from omni_speech_codec.streaming_layers import PastLayout, SlidingAttention
 
 SAMPLES = 1920
 WINDOW = 8  # of the tiny checkpoints
@@ -283,7 +283,7 @@ class TestState:
 
     def test_its_genuine_size_is_known(self):
         from omni_plugin_qwen3_tts.checkpoints import speech_tokenizer_config
-        from omni_plugin_qwen3_tts.codec_network import CodecNetwork
+        from omni_speech_codec.codec_network import CodecNetwork
         from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
 
         with torch.device("meta"):
@@ -412,7 +412,7 @@ def test_three_sessions_through_the_stage_s_process(checkpoint_of, golden_tensor
     codes = [tensors["decoder.codes"].numpy(), random_codes(24, 1), random_codes(24, 2)]
     chunks = [[4] * 6, [4] * 6, [1, 2, 4, 8, 9]]
     settings = ModuleSettings(
-        "code2wav", "omni_plugin_qwen3_tts.codec_decoder:CodecDecoder", str(checkpoint_of("base")), "cpu", "float32"
+        "code2wav", "omni_speech_codec.streaming_decoder:CodecDecoder", str(checkpoint_of("base")), "cpu", "float32"
     )
     engine = ModuleEngine(settings)
 

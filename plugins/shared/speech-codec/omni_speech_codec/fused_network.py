@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from omni_plugin_qwen3_tts import fused_ops as ops
-from omni_plugin_qwen3_tts.codec_network import CodecNetwork, PreTransformer
-from omni_plugin_qwen3_tts.codec_products import LEAST, Product, convolution, linear, tile, transposed
-from omni_plugin_qwen3_tts.fused_ops import HEADS, Kept, Pool, Where
-from omni_plugin_qwen3_tts.streaming_layers import CausalConv, ConvNeXt, SlidingLayer, Snake, SnakeUpsampling
+from omni_speech_codec import fused_ops as ops
+from omni_speech_codec.codec_network import CodecNetwork, PreTransformer
+from omni_speech_codec.codec_products import LEAST, Product, convolution, linear, tile, transposed
+from omni_speech_codec.fused_ops import HEADS, Kept, Pool, Where
+from omni_speech_codec.streaming_layers import CausalConv, ConvNeXt, SlidingLayer, Snake, SnakeUpsampling
 
 WIDEST_UNIT = 128
 """Channels of a residual unit that is one kernel."""

@@ -20,7 +20,7 @@ from torch import nn
 from omni_core.errors import CheckpointError
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizerDecoderConfig
 from omni_plugin_qwen3_tts.layout import DILATIONS
-from omni_plugin_qwen3_tts.streaming_layers import (
+from omni_speech_codec.streaming_layers import (
     AttentionContext,
     CausalConv,
     CausalTransposedConv,

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import triton
 
-from omni_plugin_qwen3_tts import codec_kernels as kernels
-from omni_plugin_qwen3_tts.codec_products import LEAST, Product, blocks, tile, unit_blocks
-from omni_plugin_qwen3_tts.streaming_layers import ALIGNMENT
+from omni_speech_codec import codec_kernels as kernels
+from omni_speech_codec.codec_products import LEAST, Product, blocks, tile, unit_blocks
+from omni_speech_codec.streaming_layers import ALIGNMENT
 
 LONGEST = 16
 """Frames of a chunk at most: what the rings of attention have room for beside the window."""

@@ -19,14 +19,14 @@ import torch
 
 from omni_core.errors import ConfigError
 from omni_core.module.contract import ModuleContext, StageModule, Values
-from omni_plugin_qwen3_tts.codec_network import CodecNetwork, build_network
+from omni_speech_codec.codec_network import CodecNetwork, build_network
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
-from omni_plugin_qwen3_tts.streaming_layers import Past
-from omni_plugin_qwen3_tts.weights import read_config, read_part
+from omni_speech_codec.streaming_layers import Past
+from omni_speech_codec.weights import read_config, read_part
 
 if TYPE_CHECKING:
-    from omni_plugin_qwen3_tts.step_graphs import SlotDecoder
+    from omni_speech_codec.step_graphs import SlotDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What the option ``codec_dtype`` can be, beside ``AUTO``."""
@@ -105,8 +105,8 @@ class CodecDecoder(StageModule[DecoderState]):
         if not cuda:
             return cls(network)
         # Triton comes with PyTorch for GPUs only
-        from omni_plugin_qwen3_tts.fused_network import FusedNetwork
-        from omni_plugin_qwen3_tts.step_graphs import GraphSettings, SlotDecoder
+        from omni_speech_codec.fused_network import FusedNetwork
+        from omni_speech_codec.step_graphs import GraphSettings, SlotDecoder
 
         with torch.inference_mode():
             fused = FusedNetwork(network, dtype, sessions + 1)
