@@ -41,7 +41,7 @@ def pipeline(checkpoint: Checkpoint) -> Pipeline:
             "omni_plugin_qwen3_tts.talker:stage_config",
             defaults={"max_model_len": CONTEXT, "gpu_memory_utilization": 0.6},
         ),
-        ModuleStage("decoder", "omni_speech_codec.streaming_decoder:CodecDecoder", options=DECODER),
+        ModuleStage("decoder", "omni_plugin_qwen3_tts.codec_decoder:CodecDecoder", options=DECODER),
     ]
     edges = [Edge("talker", "decoder", "codes", streams=True)]
     if config.get("tts_model_type") == "base":

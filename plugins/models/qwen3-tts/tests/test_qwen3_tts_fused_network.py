@@ -12,12 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from omni_speech_codec import codec_products
 from omni_plugin_qwen3_tts.checkpoints import random_tensors, speech_tokenizer_config
-from omni_speech_codec.streaming_decoder import CodecDecoder
-from omni_speech_codec.codec_network import build_network
+from omni_plugin_qwen3_tts.codec_decoder import CodecDecoder, build_network
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
+from omni_speech_codec import codec_products
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -1,8 +1,8 @@
-"""The speech tokenizer's decoder as a module stage: frames of codes in, samples out, in chunks of any size.
+"""A codec's decoder as a module stage: frames of codes in, samples out, in chunks of any size.
 
 A session's state is of constant size. Chunks of equal length are decoded together, however far their sessions have
-come. There is no tail: everything is causal and the reference cuts what transposed convolutions give beyond the last
-frame, so that the last chunk is like any other.
+come. There is no tail: everything is causal and references cut what transposed convolutions give beyond the last
+frame, so that the last chunk is like any other. Where they cut as much from the begin, the first chunk is shorter.
 
 On CUDA the network is ``fused_network.py``, in 16 bits, and a state is a slot of its pool; elsewhere it is
 ``codec_network.py`` in PyTorch, and a state is a tensor.
@@ -10,20 +10,18 @@ On CUDA the network is ``fused_network.py``, in 16 bits, and a state is a slot o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
 from omni_core.errors import ConfigError
 from omni_core.module.contract import ModuleContext, StageModule, Values
-from omni_speech_codec.codec_network import CodecNetwork, build_network
-from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
-from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
+from omni_speech_codec.codec_network import CodecNetwork
 from omni_speech_codec.streaming_layers import Past
-from omni_speech_codec.weights import read_config, read_part
 
 if TYPE_CHECKING:
     from omni_speech_codec.step_graphs import SlotDecoder
@@ -53,12 +51,12 @@ class DecoderState:
     position: int = 0
 
 
-class CodecDecoder(StageModule[DecoderState]):
-    """Decodes for many sessions.
+class StreamingDecoder(StageModule[DecoderState]):
+    """Decodes for many sessions. A family says with ``read`` what its network is.
 
-    An input is ``{"codes": int [frames, groups]}``; its output is ``{"audio": float32 [frames * 1920]}``, in [-1, 1] at
-    24 kHz. An input with ``"silent": True`` gives ``{}``: the frames are what the next ones continue, such as the
-    reference of a cloned voice.
+    An input is ``{"codes": int [frames, groups]}``; its output is ``{"audio": float32 [samples]}``, in [-1, 1]:
+    ``samples_per_frame`` for each frame, without the first ``skipped`` of a session. An input with ``"silent": True``
+    gives ``{}``: the frames are what the next ones continue, such as the reference of a cloned voice.
 
     Options of the stage: ``codec_dtype`` (see ``DTYPES`` and ``AUTO``), and for CUDA ``cuda_graphs`` (default true) and
     ``max_sessions``, that can be open at a time.
@@ -78,13 +76,23 @@ class CodecDecoder(StageModule[DecoderState]):
         what = slots.network if slots is not None else network
         assert what is not None
         self.groups, self.codebook_size = what.groups, what.codebook_size
+        self.samples_per_frame, self.skipped = what.samples_per_frame, what.skipped
         if network is not None:
-            weight = network.pre_conv.conv.weight
+            weight = network.pre_transformer.norm.weight
             self.device, self.dtype = weight.device, weight.dtype
 
     @classmethod
-    def load(cls, context: ModuleContext) -> CodecDecoder:
-        """Read ``speech_tokenizer`` of the checkpoint; of its weights only the decoder's.
+    @abstractmethod
+    def read(cls, context: ModuleContext, dtype: torch.dtype) -> CodecNetwork:
+        """The network with the checkpoint's weights in ``dtype`` on the context's device.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+
+    @classmethod
+    def load(cls, context: ModuleContext) -> Self:
+        """Read of the checkpoint's weights the decoder's.
 
         Raises:
             CheckpointError: it does not fit.
@@ -98,10 +106,7 @@ class CodecDecoder(StageModule[DecoderState]):
         sessions = context.options.get("max_sessions", MAX_SESSIONS)
         if not isinstance(sessions, int) or sessions < 1:
             raise ConfigError(f"max_sessions is {sessions!r}; expected a number of at least 1")
-        folder = context.checkpoint / "speech_tokenizer"
-        config = read_config(Qwen3TTSTokenizer12HzConfig, folder)
-        stored = read_part(folder, "decoder", speech_tokenizer_tensors(config))
-        network = build_network(config.decoder_config, stored, context.device, torch.float32 if cuda else dtype)
+        network = cls.read(context, torch.float32 if cuda else dtype)
         if not cuda:
             return cls(network)
         # Triton comes with PyTorch for GPUs only
@@ -159,7 +164,10 @@ class CodecDecoder(StageModule[DecoderState]):
             audio = self._decode(codes, states, positions, silent)
         for state in states:
             state.position += codes.shape[1]
-        return [{} for _ in states] if audio is None else [{"audio": row} for row in audio]
+        if audio is None:
+            return [{} for _ in states]
+        cuts = [max(0, self.skipped - position * self.samples_per_frame) for position in positions]
+        return [{"audio": row[cut:]} for row, cut in zip(audio, cuts, strict=True)]
 
     def _decode(
         self, codes: np.ndarray, states: Sequence[DecoderState], positions: list[int], silent: bool
@@ -169,8 +177,9 @@ class CodecDecoder(StageModule[DecoderState]):
         frames = torch.from_numpy(codes.astype(np.int64)).to(self.device)
         kept = [state.packed for state in states if state.packed is not None]
         packed = torch.stack(kept)
-        past = Past(self.network.layout, packed, torch.tensor(positions, dtype=torch.int64, device=self.device))
-        x = self.network.latents(frames, past)
-        audio = self.network.render(x[..., -self.network.reach :] if silent else x, past)
+        begins = torch.tensor(positions, dtype=torch.int64, device=self.device)
+        x = self.network.latents(frames, Past(self.network.layout, packed, begins))
+        late = max(0, codes.shape[1] - self.network.reach) if silent else 0
+        audio = self.network.render(x[..., late:], Past(self.network.layout, packed, begins + late))
         torch._foreach_copy_(kept, list(packed.unbind()))
         return None if silent else audio.float().cpu().numpy()
