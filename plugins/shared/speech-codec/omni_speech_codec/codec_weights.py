@@ -29,7 +29,8 @@ def fill(
     """Put ``weights``, all of them, into a network that is on the meta device, and end its training."""
     state = {name: tensor.to(device, dtype) for name, tensor in weights}
     network.load_state_dict(state, strict=True, assign=True)
-    return network.requires_grad_(False).eval()
+    network.requires_grad_(False).eval()
+    return network
 
 
 def network_weights(stored: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,7 +73,7 @@ def stored_tensors(network: CodecNetwork) -> Named:
     for name, parameter in network.named_parameters():
         owner, _, last = name.rpartition(".")
         if owner in parts:
-            for part, rows in parts[owner]:
-                yield f"{owner.rpartition('.')[0]}.{part}.{last}", (rows, *parameter.shape[1:])
+            for part, count in parts[owner]:
+                yield f"{owner.rpartition('.')[0]}.{part}.{last}", (count, *parameter.shape[1:])
         elif not name.startswith("dequantizer."):
             yield name.replace(".frequency", ".alpha").replace(".strength", ".beta"), tuple(parameter.shape)
