@@ -23,13 +23,14 @@ from typing import Protocol
 import torch
 
 from omni_plugin_qwen3_tts.checkpoints import random_tensors, speech_tokenizer_config
-from omni_plugin_qwen3_tts.codec_network import CodecNetwork, build_network
+from omni_plugin_qwen3_tts.codec_decoder import build_network, empty_network
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
-from omni_plugin_qwen3_tts.fused_network import WIDEST_UNIT, FusedNetwork
-from omni_plugin_qwen3_tts.fused_ops import Where
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
-from omni_plugin_qwen3_tts.step_graphs import GraphSettings, SlotDecoder
-from omni_plugin_qwen3_tts.streaming_layers import Past
+from omni_speech_codec.codec_network import CodecNetwork
+from omni_speech_codec.fused_network import WIDEST_UNIT, FusedNetwork
+from omni_speech_codec.fused_ops import Where
+from omni_speech_codec.step_graphs import GraphSettings, SlotDecoder
+from omni_speech_codec.streaming_layers import Past
 
 RATE = 24000
 DEFAULT = ("fused-float16", "torch-float32")
@@ -103,7 +104,7 @@ def random_network(size: str, device: torch.device) -> CodecNetwork:
 def copy_of(network: CodecNetwork, dtype: torch.dtype) -> CodecNetwork:
     """The same weights in another dtype."""
     with torch.device("meta"):
-        copy = CodecNetwork(network.config)
+        copy = empty_network(network.config)
     copy.load_state_dict({name: t.to(dtype) for name, t in network.state_dict().items()}, assign=True)
     return copy.requires_grad_(False)
 

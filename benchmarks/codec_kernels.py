@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from codec_decoder import random_network
 
-from omni_plugin_qwen3_tts import fused_ops
-from omni_plugin_qwen3_tts.fused_network import WIDEST_UNIT, FusedNetwork
-from omni_plugin_qwen3_tts.fused_ops import Where
+from omni_speech_codec import fused_ops
+from omni_speech_codec.fused_network import WIDEST_UNIT, FusedNetwork
+from omni_speech_codec.fused_ops import Where
 
 Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """Kernel, grid, arguments, constants."""

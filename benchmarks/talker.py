@@ -55,11 +55,11 @@ def main() -> None:
 def predictor(sizes: list[int]) -> None:
     """Print a row for each number of requests."""
     import torch
+    from omni_plugin_qwen3_tts.code_predictor import CodePredictorModel
+    from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
 
     from omni_core.ar.sampling import sample_codes
     from omni_platform_cuda.sampling import sample_codes_kernel
-    from omni_plugin_qwen3_tts.code_predictor import CodePredictorModel
-    from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
 
     device = torch.device("cuda")
     with torch.inference_mode(), torch.random.fork_rng(devices=[device]):

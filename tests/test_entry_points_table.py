@@ -89,8 +89,16 @@ def test_the_table_claims_no_checkpoint_that_the_family_does_not(known: KnownPlu
 
 
 def test_every_plugin_in_the_repository_is_in_the_table() -> None:
-    folders = {path.parent.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("plugins/*/*/pyproject.toml")}
-    assert folders == {known.folder for known in KNOWN}
+    """A distribution without an entry point is no plugin: what plugins share, or one in the making."""
+    folders = [path.parent for path in REPOSITORY.glob("plugins/*/*/pyproject.toml")]
+    plugins = {folder for folder in folders if ENTRY_POINT_GROUP in project(folder).get("entry-points", {})}
+    assert {folder.relative_to(REPOSITORY).as_posix() for folder in plugins} == {known.folder for known in KNOWN}
+
+
+def test_what_plugins_share_is_no_plugin() -> None:
+    assert not [
+        path for path in REPOSITORY.glob("plugins/shared/*/pyproject.toml") if "entry-points" in project(path.parent)
+    ]
 
 
 @pytest.mark.parametrize("field", ["distribution", "entry_point", "folder"])

@@ -31,7 +31,7 @@ def platform():
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_linear_layers_fit_into_registers_and_shared_memory(rows, layer):
-    from omni_plugin_qwen3_tts.decode_kernels import fused_linear
+    from omni_speech_codec.decode_kernels import fused_linear
 
     inputs, outputs, swiglu = LAYERS[layer]
     out = torch.zeros(rows, outputs, dtype=HALF)
@@ -49,7 +49,7 @@ def test_linear_layers_fit_into_registers_and_shared_memory(rows, layer):
 @pytest.mark.parametrize("rows", [1, 64])
 def test_attention_and_sampling_do(rows):
     from omni_platform_cuda.sampling import sample_codes_kernel
-    from omni_plugin_qwen3_tts.attention_kernels import DecodeAttention, attend_frame, rotate_heads
+    from omni_speech_codec.attention_kernels import DecodeAttention, attend_frame, rotate_heads
 
     attend = DecodeAttention(16, 8, 128, 64, torch.device("cpu"))
     qkv, positions, table = half(rows, 4096), torch.zeros(rows, dtype=torch.int64), half(64, 128)
@@ -80,7 +80,7 @@ def test_what_does_not_compile_is_an_error():
 
 
 def test_more_shared_memory_than_there_is_is_an_error():
-    from omni_plugin_qwen3_tts import decode_kernels
+    from omni_speech_codec import decode_kernels
 
     def wide(*arguments):
         return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4}

@@ -22,8 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from omni_plugin_qwen3_tts.config import Qwen3TTSConfig, Qwen3TTSTokenizer12HzConfig
-from omni_plugin_qwen3_tts.layout import Named, model_tensors, speech_tokenizer_tensors
+from omni_plugin_qwen3_tts.layout import model_tensors, speech_tokenizer_tensors
 from omni_plugin_qwen3_tts.vocabulary import size, special_token, write_tokenizer
+from omni_speech_codec.weights import Named
 
 KINDS = {"custom-voice": "custom_voice", "voice-design": "voice_design", "base": "base"}
 """What the command calls them, and ``tts_model_type``."""

@@ -1,176 +1,78 @@
-"""The speech tokenizer's decoder as a module stage: frames of codes in, samples out, in chunks of any size.
+"""The speech tokenizer's decoder as a module stage.
 
-A session's state is of constant size. Chunks of equal length are decoded together, however far their sessions have
-come. There is no tail: everything is causal and the reference cuts what transposed convolutions give beyond the last
-frame, so that the last chunk is like any other.
-
-On CUDA the network is ``fused_network.py``, in 16 bits, and a state is a slot of its pool; elsewhere it is
-``codec_network.py`` in PyTorch, and a state is a tensor.
+Stages and weights are those of ``Qwen3TTSTokenizerV2Decoder`` in ``qwen-tts`` 0.1.1
+(``core/tokenizer_12hz/modeling_qwen3_tts_tokenizer_v2.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 
-from omni_core.errors import ConfigError
-from omni_core.module.contract import ModuleContext, StageModule, Values
-from omni_plugin_qwen3_tts.codec_network import CodecNetwork, build_network
-from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
+from omni_core.module.contract import ModuleContext
+from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig, Qwen3TTSTokenizerDecoderConfig
+from omni_plugin_qwen3_tts.dequantizer import SplitDequantizer, dequantizer_weights
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
-from omni_plugin_qwen3_tts.streaming_layers import Past
-from omni_plugin_qwen3_tts.weights import read_config, read_part
-
-if TYPE_CHECKING:
-    from omni_plugin_qwen3_tts.step_graphs import SlotDecoder
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What the option ``codec_dtype`` can be, beside ``AUTO``."""
-
-AUTO = "auto"
-"""float16 on CUDA, whose samples are nearer to float32's than bfloat16's; the stage's dtype elsewhere."""
-
-MAX_SESSIONS = 256
-"""The option ``max_sessions`` where nobody sets it: 3 MB each in 16 bits."""
+from omni_speech_codec.codec_network import CodecNetwork, CodecShape
+from omni_speech_codec.codec_weights import check_known, fill, network_weights
+from omni_speech_codec.streaming_decoder import StreamingDecoder
+from omni_speech_codec.weights import read_config, read_part
 
 
-@dataclass
-class DecoderState:
-    """A session's past.
-
-    Attributes:
-        packed: what the layers keep, as ``CodecNetwork.layout`` says; ``None`` where it is in a slot.
-        slot: of the pool; ``None`` where there is none, or no longer.
-        position: frames decoded.
-    """
-
-    packed: torch.Tensor | None
-    slot: int | None = None
-    position: int = 0
-
-
-class CodecDecoder(StageModule[DecoderState]):
-    """Decodes for many sessions.
-
-    An input is ``{"codes": int [frames, groups]}``; its output is ``{"audio": float32 [frames * 1920]}``, in [-1, 1] at
-    24 kHz. An input with ``"silent": True`` gives ``{}``: the frames are what the next ones continue, such as the
-    reference of a cloned voice.
-
-    Options of the stage: ``codec_dtype`` (see ``DTYPES`` and ``AUTO``), and for CUDA ``cuda_graphs`` (default true) and
-    ``max_sessions``, that can be open at a time.
-
-    Args:
-        network: what computes in PyTorch, if ``slots`` does not.
-        slots: what computes on CUDA.
-        max_sessions: that ``slots`` has room for.
-    """
-
-    def __init__(
-        self, network: CodecNetwork | None, slots: SlotDecoder | None = None, max_sessions: int = MAX_SESSIONS
-    ) -> None:
-        super().__init__()
-        self.network, self.slots = network, slots
-        self._free = list(range(max_sessions, 0, -1))  # 0 is nobody's
-        what = slots.network if slots is not None else network
-        assert what is not None
-        self.groups, self.codebook_size = what.groups, what.codebook_size
-        if network is not None:
-            weight = network.pre_conv.conv.weight
-            self.device, self.dtype = weight.device, weight.dtype
+class CodecDecoder(StreamingDecoder):
+    """See ``StreamingDecoder``: 1920 samples for each frame, at 24 kHz."""
 
     @classmethod
-    def load(cls, context: ModuleContext) -> CodecDecoder:
-        """Read ``speech_tokenizer`` of the checkpoint; of its weights only the decoder's.
-
-        Raises:
-            CheckpointError: it does not fit.
-            ConfigError: an option is what it cannot be.
-        """
-        cuda = context.device.type == "cuda"
-        name = context.options.get("codec_dtype", AUTO)
-        if name not in (AUTO, *DTYPES):
-            raise ConfigError(f"codec_dtype is {name!r}; the codec's decoder runs in {', '.join((AUTO, *DTYPES))}")
-        dtype = DTYPES[name] if name != AUTO else torch.float16 if cuda else context.dtype
-        sessions = context.options.get("max_sessions", MAX_SESSIONS)
-        if not isinstance(sessions, int) or sessions < 1:
-            raise ConfigError(f"max_sessions is {sessions!r}; expected a number of at least 1")
+    def read(cls, context: ModuleContext, dtype: torch.dtype) -> CodecNetwork:
+        """The decoder in the folder ``speech_tokenizer``."""
         folder = context.checkpoint / "speech_tokenizer"
         config = read_config(Qwen3TTSTokenizer12HzConfig, folder)
         stored = read_part(folder, "decoder", speech_tokenizer_tensors(config))
-        network = build_network(config.decoder_config, stored, context.device, torch.float32 if cuda else dtype)
-        if not cuda:
-            return cls(network)
-        # Triton comes with PyTorch for GPUs only
-        from omni_plugin_qwen3_tts.fused_network import FusedNetwork
-        from omni_plugin_qwen3_tts.step_graphs import GraphSettings, SlotDecoder
+        return build_network(config.decoder_config, stored, context.device, dtype)
 
-        with torch.inference_mode():
-            fused = FusedNetwork(network, dtype, sessions + 1)
-            graphs = bool(context.options.get("cuda_graphs", True))
-            return cls(None, SlotDecoder(fused, GraphSettings(), graphs=graphs), sessions)
 
-    def open(self, options: Values) -> DecoderState:
-        """A session at its beginning.
+def build_network(
+    config: Qwen3TTSTokenizerDecoderConfig, stored: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> CodecNetwork:
+    """The network with the weights of a checkpoint.
 
-        Raises:
-            RuntimeError: as many sessions are open as there can be.
-            ValueError: there are no options.
-        """
-        if options:
-            raise ValueError(f"unknown options {', '.join(sorted(options))}; there are none")
-        if self.network is not None:
-            return DecoderState(torch.zeros(self.network.layout.size, dtype=self.dtype, device=self.device))
-        if not self._free:
-            raise RuntimeError("the decoder has no room for another session; raise its option max_sessions")
-        return DecoderState(None, self._free.pop())
+    Args:
+        stored: float32, by the names that the checkpoint has after ``decoder.``.
 
-    def close(self, state: DecoderState) -> None:
-        """Give the slot back; what is in it counts for nothing with the next session, which begins at position 0."""
-        if state.slot is not None:
-            self._free.append(state.slot)
-            state.slot = None
+    Raises:
+        CheckpointError: the configuration asks for what this network does not have.
+    """
+    check_known("the speech tokenizer's decoder", config.hidden_act, config.rope_parameters.get("rope_type"))
+    with torch.device("meta"):
+        network = empty_network(config)
+    behind = {name: tensor for name, tensor in stored.items() if not name.startswith("quantizer.")}
+    weights = itertools.chain(dequantizer_weights(stored, config.num_quantizers), network_weights(behind))
+    return fill(network, weights, device, dtype)
 
-    def batch_key(self, state: DecoderState, values: Values) -> Hashable:
-        """The number of frames, and whether they are silent.
 
-        Raises:
-            ValueError: the codes are no whole frames of codes of the codebooks.
-        """
-        codes, groups, size = np.asarray(values["codes"]), self.groups, self.codebook_size
-        if codes.ndim != 2 or codes.shape[1] != groups or len(codes) == 0 or codes.dtype.kind not in "iu":
-            raise ValueError(f"codes are {codes.dtype} {list(codes.shape)}; expected integers [frames, {groups}]")
-        if codes.min() < 0 or codes.max() >= size:
-            raise ValueError(f"codes are from {codes.min()} to {codes.max()}; expected 0 to {size - 1}")
-        return len(codes), bool(values.get("silent", False))
-
-    def step(self, states: Sequence[DecoderState], inputs: Sequence[Values]) -> list[dict[str, Any]]:
-        """Decode one chunk of each session, all of one length."""
-        codes = np.stack([np.asarray(values["codes"]) for values in inputs])
-        silent = bool(inputs[0].get("silent", False))
-        positions = [state.position for state in states]
-        if self.slots is not None:
-            slots = [state.slot for state in states if state.slot is not None]
-            audio = self.slots(codes, slots, positions, silent=silent)
-        else:
-            audio = self._decode(codes, states, positions, silent)
-        for state in states:
-            state.position += codes.shape[1]
-        return [{} for _ in states] if audio is None else [{"audio": row} for row in audio]
-
-    def _decode(
-        self, codes: np.ndarray, states: Sequence[DecoderState], positions: list[int], silent: bool
-    ) -> np.ndarray | None:
-        """In PyTorch, of silent frames only the last being rendered, as far as the next ones need it."""
-        assert self.network is not None
-        frames = torch.from_numpy(codes.astype(np.int64)).to(self.device)
-        kept = [state.packed for state in states if state.packed is not None]
-        packed = torch.stack(kept)
-        past = Past(self.network.layout, packed, torch.tensor(positions, dtype=torch.int64, device=self.device))
-        x = self.network.latents(frames, past)
-        audio = self.network.render(x[..., -self.network.reach :] if silent else x, past)
-        torch._foreach_copy_(kept, list(packed.unbind()))
-        return None if silent else audio.float().cpu().numpy()
+def empty_network(config: Qwen3TTSTokenizerDecoderConfig) -> CodecNetwork:
+    """The network without weights."""
+    dequantizer = SplitDequantizer(
+        config.num_quantizers, config.codebook_size, config.codebook_dim // 2, config.codebook_dim
+    )
+    shape = CodecShape(
+        latent=config.latent_dim,
+        dequantized=config.codebook_dim,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        window=config.sliding_window,
+        bias=config.attention_bias,
+        eps=config.rms_norm_eps,
+        theta=float(config.rope_parameters["rope_theta"]),
+        factors=tuple(config.upsampling_ratios),
+        width=config.decoder_dim,
+        rates=tuple(config.upsample_rates),
+        begins_late=False,
+    )
+    return CodecNetwork(dequantizer, shape)

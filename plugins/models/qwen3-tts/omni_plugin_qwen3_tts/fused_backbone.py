@@ -14,8 +14,8 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from omni_plugin_qwen3_tts.attention_kernels import DecodeAttention, rotate_heads
-from omni_plugin_qwen3_tts.decode_kernels import fused_linear
+from omni_speech_codec.attention_kernels import DecodeAttention, rotate_heads
+from omni_speech_codec.decode_kernels import fused_linear
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from transformers import MimiConfig, MimiModel
 
@@ -15,11 +13,8 @@ from omni_plugin_qwen3_tts.config import (
     Qwen3TTSTokenizer12HzConfig,
     Qwen3TTSTokenizerDecoderConfig,
 )
-
-Named = Iterator[tuple[str, tuple[int, ...]]]
-
-DILATIONS = (1, 3, 9)
-"""Of the residual units in a block of the speech tokenizer's decoder."""
+from omni_speech_codec.codec_network import DILATIONS
+from omni_speech_codec.weights import Named
 
 
 def model_tensors(config: Qwen3TTSConfig) -> Named:

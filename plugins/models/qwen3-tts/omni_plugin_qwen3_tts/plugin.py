@@ -11,7 +11,12 @@ from omni_core.plugins.predicates import ModelType
 def omni_requirements() -> Requirements:
     return Requirements(
         plugin_api="1.0",
-        ranges={"omni-core": ">=0.1,<0.2", "vllm": ">=0.32,<0.34", "transformers": ">=5.10,<6"},
+        ranges={
+            "omni-core": ">=0.1,<0.2",
+            "omni-speech-codec": ">=0.1,<0.2",
+            "vllm": ">=0.32,<0.34",
+            "transformers": ">=5.10,<6",
+        },
     )
 
 

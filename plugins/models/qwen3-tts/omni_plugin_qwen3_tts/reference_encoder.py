@@ -26,7 +26,7 @@ from omni_plugin_qwen3_tts.speaker_encoder import (
     build_speaker_encoder,
     shortest_audio,
 )
-from omni_plugin_qwen3_tts.weights import read_config, read_part
+from omni_speech_codec.weights import read_config, read_part
 
 RESULTS = ("codes", "embedding")
 DECODING = ("upsample", "decoder_transformer", "decoder")

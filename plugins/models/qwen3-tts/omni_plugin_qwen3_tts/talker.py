@@ -22,11 +22,11 @@ from vllm.sequence import IntermediateTensors
 
 from omni_core.ar.contract import ChooseCodes
 from omni_core.vllm.ar.state import TalkerMixin
-from omni_plugin_qwen3_tts.code_predictor import CodePredictorModel
+from omni_speech_codec.code_predictor import CodePredictorModel
 
 if TYPE_CHECKING:
     from omni_plugin_qwen3_tts.fused_backbone import FusedBackbone
-    from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
+    from omni_speech_codec.fused_predictor import FusedCodePredictor
 
 ARCHITECTURE = "Qwen3TTSTalkerForConditionalGeneration"
 MOST_ROWS = 64
@@ -154,7 +154,7 @@ class Qwen3TTSTalker(TalkerMixin, Qwen3ForCausalLM):
     def _fuse(self) -> None:
         """Where there is Triton, steps of few rows take kernels of our own."""
         from omni_plugin_qwen3_tts.fused_backbone import FusedBackbone
-        from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
+        from omni_speech_codec.fused_predictor import FusedCodePredictor
 
         pdl = current_platform.is_cuda() and current_platform.has_device_capability(90)
         self.fused_predictor = FusedCodePredictor(self.code_predictor, self.model.embed_tokens.weight, pdl=pdl)

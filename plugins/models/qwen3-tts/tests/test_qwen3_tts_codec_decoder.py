@@ -19,7 +19,7 @@ from omni_core.module.client import ModuleEngine
 from omni_core.module.contract import ModuleContext
 from omni_core.module.process import ModuleSettings
 from omni_plugin_qwen3_tts.codec_decoder import CodecDecoder
-from omni_plugin_qwen3_tts.streaming_layers import PastLayout, SlidingAttention
+from omni_speech_codec.streaming_layers import PastLayout, SlidingAttention
 
 SAMPLES = 1920
 WINDOW = 8  # of the tiny checkpoints
@@ -283,11 +283,11 @@ class TestState:
 
     def test_its_genuine_size_is_known(self):
         from omni_plugin_qwen3_tts.checkpoints import speech_tokenizer_config
-        from omni_plugin_qwen3_tts.codec_network import CodecNetwork
+        from omni_plugin_qwen3_tts.codec_decoder import empty_network
         from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
 
         with torch.device("meta"):
-            network = CodecNetwork(Qwen3TTSTokenizer12HzConfig(**speech_tokenizer_config("1.7b")).decoder_config)
+            network = empty_network(Qwen3TTSTokenizer12HzConfig(**speech_tokenizer_config("1.7b")).decoder_config)
         attention = sum(np.prod(m.past_shape) for m in network.modules() if isinstance(m, SlidingAttention))
         assert attention == 8 * 2 * 16 * 71 * 64 and network.layout.size == 1_298_496 and network.reach == 10
 

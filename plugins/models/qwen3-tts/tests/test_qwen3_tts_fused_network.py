@@ -12,12 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from omni_plugin_qwen3_tts import codec_products
 from omni_plugin_qwen3_tts.checkpoints import random_tensors, speech_tokenizer_config
-from omni_plugin_qwen3_tts.codec_decoder import CodecDecoder
-from omni_plugin_qwen3_tts.codec_network import build_network
+from omni_plugin_qwen3_tts.codec_decoder import CodecDecoder, build_network
 from omni_plugin_qwen3_tts.config import Qwen3TTSTokenizer12HzConfig
 from omni_plugin_qwen3_tts.layout import speech_tokenizer_tensors
+from omni_speech_codec import codec_products
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -67,8 +66,8 @@ def expected(network, codes):
 
 def decoder_of(network, dtype=torch.float32, slots=4, *, buckets=(1, 2, 4), chunks=(1, 2, 4), graphs=False, **more):
     """Steps in slots that were used before, by sessions that left something in them."""
-    from omni_plugin_qwen3_tts.fused_network import FusedNetwork
-    from omni_plugin_qwen3_tts.step_graphs import GraphSettings, SlotDecoder
+    from omni_speech_codec.fused_network import FusedNetwork
+    from omni_speech_codec.step_graphs import GraphSettings, SlotDecoder
 
     fused = FusedNetwork(network, dtype, slots, **more)
     fused.pool.packed.fill_(0.7)

@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from omni_plugin_qwen3_tts import fused_ops as ops
-from omni_plugin_qwen3_tts.codec_network import CodecNetwork, PreTransformer
-from omni_plugin_qwen3_tts.codec_products import LEAST, Product, convolution, linear, tile, transposed
-from omni_plugin_qwen3_tts.fused_ops import HEADS, Kept, Pool, Where
-from omni_plugin_qwen3_tts.streaming_layers import CausalConv, ConvNeXt, SlidingLayer, Snake, SnakeUpsampling
+from omni_speech_codec import fused_ops as ops
+from omni_speech_codec.codec_network import CodecNetwork, PreTransformer
+from omni_speech_codec.codec_products import LEAST, Product, convolution, linear, tile, transposed
+from omni_speech_codec.fused_ops import HEADS, Kept, Pool, Where
+from omni_speech_codec.streaming_layers import (
+    CausalConv,
+    ConvNeXt,
+    SlidingLayer,
+    Snake,
+    SnakeUpsampling,
+    StatefulLayer,
+)
 
 WIDEST_UNIT = 128
 """Channels of a residual unit that is one kernel."""
@@ -39,26 +46,25 @@ class FusedNetwork:
         self, network: CodecNetwork, dtype: torch.dtype, slots: int, *, widest_unit: int = WIDEST_UNIT
     ) -> None:
         self.dtype, self.groups, self.codebook_size = dtype, network.groups, network.codebook_size
-        self.samples_per_frame, self.device = network.samples_per_frame, network.pre_conv.conv.weight.device
+        self.samples_per_frame, self.skipped = network.samples_per_frame, network.skipped
+        self.device = network.pre_transformer.norm.weight.device
         self.pool = Pool()
-        self._entries = network.dequantizer.entries.to(dtype)
-        self._projection = linear(network.dequantizer.projection, dtype)
-        self._pre_conv = _Convolution.of(convolution(network.pre_conv, dtype), self.pool, 1)
+        self._dequantize, pre_conv = network.dequantizer.fused(dtype), network.pre_conv
+        self._pre_conv = (
+            None if pre_conv is None else _Convolution.of(pre_conv, convolution(pre_conv, dtype), self.pool)
+        )
         self._transformer = _Transformer(network.pre_transformer, dtype, self.pool)
-        rate = 1
         self._upsample: list[tuple[_Convolution, _ConvNeXt]] = []
         for layer, block in network.upsample:
-            up = _Convolution.of(transposed(layer, dtype), self.pool, rate)
-            rate *= layer.stride
-            self._upsample.append((up, _ConvNeXt(block, dtype, self.pool, rate)))
+            up = _Convolution.of(layer, transposed(layer, dtype), self.pool)
+            self._upsample.append((up, _ConvNeXt(block, dtype, self.pool)))
         first, *blocks, snake, last = network.decoder
         snakes = [block.block[0] for block in blocks] + [snake]
-        self._first = _Convolution.of(convolution(first, dtype).followed_by(snakes[0]), self.pool, rate)
+        self._first = _Convolution.of(first, convolution(first, dtype).followed_by(snakes[0]), self.pool)
         self.blocks: list[_Block] = []
         for block, following in zip(blocks, snakes[1:], strict=True):
-            self.blocks.append(_Block(block, following, dtype, self.pool, rate, widest_unit))
-            rate *= block.block[1].stride
-        self._last = _Last(last, dtype, slots, rate)
+            self.blocks.append(_Block(block, following, dtype, self.pool, widest_unit))
+        self._last = _Last(last, dtype, slots)
         self.blocks[-1].units[-1] = replace(self.blocks[-1].units[-1], head=self._last.head)
         if not self.blocks[-1].units[-1].fused:
             raise ValueError(f"{last.conv.in_channels} channels come out of the last block; {widest_unit} fit")
@@ -79,8 +85,9 @@ class FusedNetwork:
 
     def front(self, codes: torch.Tensor, where: Where) -> torch.Tensor:
         """The stages at frame rate: [rows, latent]."""
-        x, _ = ops.multiply(self._projection, ops.entries(codes, self._entries, self.codebook_size))
-        x, _ = self._pre_conv(x, where)
+        x = self._dequantize(codes)
+        if self._pre_conv is not None:
+            x, _ = self._pre_conv(x, where)
         return self._transformer(x, where)
 
     def upsample(self, x: torch.Tensor, where: Where) -> torch.Tensor:
@@ -108,8 +115,8 @@ class _Convolution:
     kept: Kept
 
     @classmethod
-    def of(cls, product: Product, pool: Pool, rate: int) -> _Convolution:
-        return cls(product, ops.keep(pool, product.reach, product.channels, rate))
+    def of(cls, layer: StatefulLayer, product: Product, pool: Pool) -> _Convolution:
+        return cls(product, ops.keep(pool, product.reach, product.channels, layer.rate, layer.skipped))
 
     def __call__(self, x: torch.Tensor, where: Where, *, raw: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         return ops.convolve(self.product, self.kept, x, where, raw=raw)
@@ -121,15 +128,18 @@ class _Transformer:
     def __init__(self, network: PreTransformer, dtype: torch.dtype, pool: Pool) -> None:
         exponents = torch.arange(0, network.head_dim, 2, dtype=torch.float32) / network.head_dim
         self._frequencies = (1.0 / network.theta**exponents).to(network.norm.weight.device)
-        self._inputs, self._outputs = linear(network.input_proj, dtype), linear(network.output_proj, dtype)
+        ends = network.input_proj, network.output_proj
+        self._inputs, self._outputs = (None if layer is None else linear(layer, dtype) for layer in ends)
         self._layers = [_Layer(layer, dtype, pool, network.window) for layer in network.layers]
         self._norm, self._eps = network.norm.weight.float(), network.norm.eps
 
     def __call__(self, x: torch.Tensor, where: Where) -> torch.Tensor:
-        x, _ = ops.multiply(self._inputs, x)
+        if self._inputs is not None:
+            x, _ = ops.multiply(self._inputs, x)
         for layer in self._layers:
             x = layer(x, self._frequencies, where)
-        return ops.multiply(self._outputs, ops.rms_norm(self._norm, self._eps, x))[0]
+        x = ops.rms_norm(self._norm, self._eps, x)
+        return x if self._outputs is None else ops.multiply(self._outputs, x)[0]
 
 
 class _Layer:
@@ -155,12 +165,12 @@ class _Layer:
 class _ConvNeXt:
     """``ConvNeXt``: [rows, channels] to the same."""
 
-    def __init__(self, block: ConvNeXt, dtype: torch.dtype, pool: Pool, rate: int) -> None:
+    def __init__(self, block: ConvNeXt, dtype: torch.dtype, pool: Pool) -> None:
         conv, norm = block.dwconv.conv, block.norm
         self._depthwise = conv.weight[:, 0].T.float().contiguous(), conv.bias.float()
         self._norm = norm.weight.float(), norm.bias.float(), norm.eps
         channels, reach = block.dwconv.past_shape
-        self._kept = ops.keep(pool, reach, channels, rate)
+        self._kept = ops.keep(pool, reach, channels, block.dwconv.rate)
         self._up = linear(block.pwconv1, dtype)
         self._down = linear(block.pwconv2, dtype).scaled(block.gamma)
 
@@ -198,11 +208,11 @@ class _Block:
     """``SnakeUpsampling`` from after its snake to after the snake that comes next."""
 
     def __init__(
-        self, block: SnakeUpsampling, following: Snake, dtype: torch.dtype, pool: Pool, rate: int, widest_unit: int
+        self, block: SnakeUpsampling, following: Snake, dtype: torch.dtype, pool: Pool, widest_unit: int
     ) -> None:
         _, up, *units = block.block
         snakes = [unit.act1 for unit in units] + [following]
-        self._up = _Convolution.of(transposed(up, dtype).followed_by(snakes[0]), pool, rate)
+        self._up = _Convolution.of(up, transposed(up, dtype).followed_by(snakes[0]), pool)
         self.units: list[_Unit] = []
         for unit, snake in zip(units, snakes[1:], strict=True):
             inner = convolution(unit.conv1, dtype).followed_by(unit.act2)
@@ -211,7 +221,7 @@ class _Block:
             fused = width <= widest_unit
             if fused:
                 outer = replace(outer, weight=_padded(outer.weight, width))
-            self.units.append(_Unit(_Convolution.of(inner, pool, rate * up.stride), outer, fused))
+            self.units.append(_Unit(_Convolution.of(unit.conv1, inner, pool), outer, fused))
 
     def __call__(self, x: torch.Tensor, where: Where) -> torch.Tensor:
         raw, x = self._up(x, where)
@@ -225,7 +235,7 @@ class _Block:
 class _Last:
     """The convolution to one channel, as a product with ``head`` that gives each tap a column."""
 
-    def __init__(self, layer: CausalConv, dtype: torch.dtype, slots: int, rate: int) -> None:
+    def __init__(self, layer: CausalConv, dtype: torch.dtype, slots: int) -> None:
         weight = layer.conv.weight[0]  # [channels, taps]
         self.taps = weight.shape[1]
         if self.taps > HEADS:
@@ -234,7 +244,7 @@ class _Last:
         self.head[: len(weight), : self.taps] = weight
         self.bias = layer.conv.bias.float()
         pool = Pool()  # of float32
-        self.kept = ops.keep(pool, self.taps - 1, HEADS, rate)
+        self.kept = ops.keep(pool, self.taps - 1, HEADS, layer.rate, layer.skipped)
         pool.allocate(slots, torch.float32, weight.device)
 
 

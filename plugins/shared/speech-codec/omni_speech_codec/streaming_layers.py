@@ -27,9 +27,13 @@ class StatefulLayer(nn.Module):
 
     Attributes:
         past_shape: of what it keeps of one session; with a zero in it where it keeps nothing.
+        rate: positions of its input for one of attention.
+        skipped: how many of its input, from a session's first on, count as zero like those before.
     """
 
     past_shape: tuple[int, ...]
+    rate: int = 1
+    skipped: int = 0
 
 
 class PastLayout:
@@ -72,6 +76,9 @@ class Past:
         count = layer.past_shape[-1]
         if count == 0:
             return x
+        if layer.skipped:
+            at = self.positions[:, None] * layer.rate + torch.arange(x.shape[2], device=x.device)
+            x = x.masked_fill((at < layer.skipped)[:, None], 0)
         kept = self.of(layer)
         joined = torch.cat((kept, x), dim=2)
         kept.copy_(joined[..., -count:])
@@ -92,6 +99,9 @@ class CausalConv(StatefulLayer):
 
 class CausalTransposedConv(StatefulLayer):
     """A transposed convolution without its last ``kernel - stride`` outputs: ``stride`` outputs for each input.
+
+    Where a network is without the first ``kernel - stride`` too, they are outputs like others here, which the layers
+    behind skip.
 
     Outputs overlap where the kernel is longer than the stride. The inputs that reach into the chunk are kept and
     convolved again, and not their outputs: they are fewer numbers, and sums have the order that they have in one go.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from omni_plugin_qwen3_tts.streaming_layers import CausalConv, CausalTransposedConv, Snake
+from omni_speech_codec.streaming_layers import CausalConv, CausalTransposedConv, Snake
 
 LEAST = 16
 """Rows and columns of the smallest tile that tensor cores take."""

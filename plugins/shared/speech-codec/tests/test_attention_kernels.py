@@ -83,7 +83,7 @@ class Case:
 @pytest.mark.parametrize("programs", [512, 1], ids=["split", "whole"])
 @pytest.mark.parametrize("pdl", [False, True] if DEVICE == "cuda" else [False])
 def test_rows_attend_to_what_lies_before_them_and_are_kept(joined, programs, pdl, monkeypatch):
-    from omni_plugin_qwen3_tts.attention_kernels import DecodeAttention
+    from omni_speech_codec.attention_kernels import DecodeAttention
 
     monkeypatch.setattr(DecodeAttention, "PROGRAMS", programs)
     case = Case([0, 1, 63, 64, 65, 150], joined)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import tl, triton
 
-from omni_plugin_qwen3_tts.decode_kernels import launch_options
+from omni_speech_codec.decode_kernels import launch_options
 
 
 def rotate_heads(

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from omni_plugin_qwen3_tts import fused_ops
-from omni_plugin_qwen3_tts.fused_network import FusedNetwork
-from omni_plugin_qwen3_tts.fused_ops import Where
+from omni_speech_codec import fused_ops
+from omni_speech_codec.fused_network import FusedNetwork
+from omni_speech_codec.fused_ops import Where
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@
 Activations are contiguous [rows, channels], rows being positions of one session after those of another: ``rows =
 batch * length``. What a layer needs of a session's earlier positions lies in a pool, [slots, size]: ``slots`` int32
 [batch] says where, and ``positions`` int32 [batch] how many frames came before, since what would lie before the first
-counts as zero whatever an earlier session left in the slot. Products are added up in float32, and everything between a
-product and the next is computed in float32 too.
+counts as zero whatever an earlier session left in the slot, and so do the first ``skipped`` positions. Products are
+added up in float32, and everything between a product and the next is computed in float32 too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _finish(
 
 @triton.jit
 def _operand(
-    x, pool, slots, positions, m, rows, length, slot_size, rate, dilation,
+    x, pool, slots, positions, m, rows, length, slot_size, rate, skipped, dilation,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Where rows ``m`` of a convolution's input begin, for its first tap: ``_tap`` goes on from there."""
@@ -79,7 +79,7 @@ def _operand(
         session = m // length
         time = m - session * length - reach
         slot = tl.load(slots + session, mask=inside, other=0).to(tl.int64)
-        begun = tl.load(positions + session, mask=inside, other=0) * rate
+        begun = tl.load(positions + session, mask=inside, other=0) * rate - skipped
         # From where a row would be to where the pool has it. Loads stay wide, and are pipelined, where this number is
         # multiplied with the condition; where it or the pointer is selected by it, the compiler loads one by one.
         between = (pool.to(tl.int64) - x.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
@@ -109,10 +109,10 @@ def _tap(
     return tl.load(rows[:, None] + channel[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "length", "rate", "dilation"])
+@triton.jit(do_not_specialize=["rows", "length", "rate", "skipped", "dilation"])
 def product_kernel(
     x, pool, weight, bias, residual, scale, turns, strength, raw, out, slots, positions,
-    rows, length, rate, dilation, slot_size, columns, weight_columns,
+    rows, length, rate, skipped, dilation, slot_size, columns, weight_columns,
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr,
     ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr, RAW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SECOND_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -130,7 +130,7 @@ def product_kernel(
     first = (tl.program_id(0) % tiles) * STEP
     n = first + tl.arange(0, BLOCK_N)
     inside, here, jump, time, begun = _operand(
-        x, pool, slots, positions, m, rows, length, slot_size, rate, dilation, CHANNELS, TAPS
+        x, pool, slots, positions, m, rows, length, slot_size, rate, skipped, dilation, CHANNELS, TAPS
     )
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -156,10 +156,10 @@ def product_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "length", "rate", "dilation"])
+@triton.jit(do_not_specialize=["rows", "length", "rate", "skipped", "dilation"])
 def unit_kernel(
     x, pool, weight, bias, inner_turns, inner_strength, weight2, bias2, residual, turns, strength, raw, out,
-    head_weight, heads, slots, positions, rows, length, rate, dilation, slot_size,
+    head_weight, heads, slots, positions, rows, length, rate, skipped, dilation, slot_size,
     CHANNELS: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, RAW: tl.constexpr, HEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SECOND_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -173,7 +173,7 @@ def unit_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     inside, here, jump, time, begun = _operand(
-        x, pool, slots, positions, m, rows, length, slot_size, rate, dilation, CHANNELS, TAPS
+        x, pool, slots, positions, m, rows, length, slot_size, rate, skipped, dilation, CHANNELS, TAPS
     )
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -212,14 +212,15 @@ def unit_kernel(
         tl.store(heads + m[:, None] * 8 + tap[None, :], parts, mask=inside[:, None] & (tap < 8)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "length", "rate"])
+@triton.jit(do_not_specialize=["rows", "length", "rate", "skipped"])
 def samples_kernel(
-    heads, pool, bias, out, slots, positions, rows, length, rate, slot_size, TAPS: tl.constexpr, BLOCK: tl.constexpr
-):
+    heads, pool, bias, out, slots, positions, rows, length, rate, skipped, slot_size,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``heads`` of ``unit_kernel``, one column of each of the last ``TAPS`` rows, to samples in [-1, 1]."""
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, here, jump, time, begun = _operand(
-        heads, pool, slots, positions, m, rows, length, slot_size, rate, 1, 8, TAPS
+        heads, pool, slots, positions, m, rows, length, slot_size, rate, skipped, 1, 8, TAPS
     )
     total = tl.zeros((BLOCK,), tl.float32) + tl.load(bias)
     for tap in tl.static_range(TAPS):
@@ -228,15 +229,16 @@ def samples_kernel(
     tl.store(out + m, tl.minimum(tl.maximum(total, -1.0), 1.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "rate", "reach"])
+@triton.jit(do_not_specialize=["length", "rate", "skipped", "reach"])
 def carry_kernel(
-    x, pool, slots, positions, length, rate, slot_size, channels, reach, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    x, pool, slots, positions, length, rate, skipped, slot_size, channels, reach,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """The last ``reach`` positions of each session take the place of those in the pool."""
     session = tl.program_id(0)
     row = tl.arange(0, BLOCK_R)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    begun = tl.load(positions + session) * rate
+    begun = tl.load(positions + session) * rate - skipped
     kept = pool + tl.load(slots + session).to(tl.int64) * slot_size
     time = row + length - reach
     here = x + (session.to(tl.int64) * length + time) * channels
@@ -290,20 +292,26 @@ def rms_norm_kernel(x, weight, out, channels, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def entries_kernel(codes, entries, out, size, width, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes int32 [rows, GROUPS] to [rows, 2 * width]: the entry of group 0, and the sum of the others'."""
+def entries_kernel(
+    codes, entries, out, size, width, scale, GROUPS: tl.constexpr, LEADING: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Codes int32 [rows, GROUPS] to [rows, width] or twice as wide: the sum of the ``LEADING`` groups' entries, and of
+    the others' if there are any."""
     m = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     mask = channel < width
-    code = tl.load(codes + m * GROUPS)
-    first = tl.load(entries + code.to(tl.int64) * width + channel, mask=mask, other=0.0)
-    rest = tl.zeros((BLOCK,), tl.float32)
-    for group in tl.static_range(1, GROUPS):
+    at = out + m.to(tl.int64) * width * (2 if LEADING < GROUPS else 1) + channel
+    total = tl.zeros((BLOCK,), tl.float32)
+    for group in tl.static_range(LEADING):
         code = tl.load(codes + m * GROUPS + group) + group * size
-        rest += tl.load(entries + code.to(tl.int64) * width + channel, mask=mask, other=0.0).to(tl.float32)
-    at = out + m.to(tl.int64) * 2 * width + channel
-    tl.store(at, first, mask=mask)
-    tl.store(at + width, rest.to(out.dtype.element_ty), mask=mask)
+        total += tl.load(entries + code.to(tl.int64) * width + channel, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (total * scale).to(out.dtype.element_ty), mask=mask)
+    if LEADING < GROUPS:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for group in tl.static_range(LEADING, GROUPS):
+            code = tl.load(codes + m * GROUPS + group) + group * size
+            total += tl.load(entries + code.to(tl.int64) * width + channel, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at + width, (total * scale).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def seeded():
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("pdl", [False, True] if DEVICE == "cuda" else [False])
 def test_a_linear_layer_with_all_that_goes_with_it(rows, inputs, outputs, swiglu, pdl):
-    from omni_plugin_qwen3_tts.decode_kernels import fused_linear
+    from omni_speech_codec.decode_kernels import fused_linear
 
     def random(*shape):
         return torch.randn(*shape, device=DEVICE)
@@ -65,7 +65,7 @@ def test_a_linear_layer_with_all_that_goes_with_it(rows, inputs, outputs, swiglu
 
 @runs
 def test_rows_can_be_positions_of_requests():
-    from omni_plugin_qwen3_tts.decode_kernels import fused_linear
+    from omni_speech_codec.decode_kernels import fused_linear
 
     x, weight = torch.randn(6, 32, device=DEVICE), torch.randn(16, 32, device=DEVICE)
     out = torch.zeros(3, 5, 16, device=DEVICE)
@@ -82,7 +82,7 @@ CONFIG = {
 
 
 def predictor(talker_hidden):
-    from omni_plugin_qwen3_tts.code_predictor import CodePredictorModel
+    from omni_speech_codec.code_predictor import CodePredictorModel
 
     generator = torch.Generator().manual_seed(3)
     model = CodePredictorModel(SimpleNamespace(**CONFIG), talker_hidden).requires_grad_(False)
@@ -96,7 +96,7 @@ def predictor(talker_hidden):
 @pytest.mark.parametrize(("talker_hidden", "count"), [(64, 1), (48, 3), (64, 17)])
 @pytest.mark.parametrize("pdl", [False, True] if DEVICE == "cuda" else [False])
 def test_the_predictor_s_logits(talker_hidden, count, pdl):
-    from omni_plugin_qwen3_tts.fused_predictor import FusedCodePredictor
+    from omni_speech_codec.fused_predictor import FusedCodePredictor
 
     model = predictor(talker_hidden)
     first_table = torch.randn(50, talker_hidden, device=DEVICE)

@@ -1,14 +1,14 @@
 """Strict reading of one part of a checkpoint folder: every tensor that it should have, and no other.
 
-``omni_core.vllm.loading`` fills a module that is a whole folder. A speech tokenizer's folder holds two networks, and a
-model's a speaker encoder beside the talker; each is loaded where it runs, from the files that hold it.
+``omni_core.vllm.loading`` fills a module that is a whole folder. Here a folder holds several networks, such as a
+talker and what makes sound of its codes; each is loaded where it runs, from the files that hold it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,9 @@ from transformers import PreTrainedConfig
 
 from omni_core.errors import CheckpointError
 from omni_core.weights import LOADABLE, weight_files
-from omni_plugin_qwen3_tts.layout import Named
+
+Named = Iterator[tuple[str, tuple[int, ...]]]
+"""Names and shapes of tensors."""
 
 ConfigT = TypeVar("ConfigT", bound=PreTrainedConfig)
 _SHOWN = 5

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from omni_core.ar.contract import ChooseCodes
-from omni_plugin_qwen3_tts.attention_kernels import attend_frame
-from omni_plugin_qwen3_tts.code_predictor import CodePredictorModel, Layer
-from omni_plugin_qwen3_tts.decode_kernels import fused_linear
+from omni_speech_codec.attention_kernels import attend_frame
+from omni_speech_codec.code_predictor import CodePredictorModel, Layer
+from omni_speech_codec.decode_kernels import fused_linear
 
 
 class FusedCodePredictor:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import triton
 
-from omni_plugin_qwen3_tts import codec_kernels as kernels
-from omni_plugin_qwen3_tts.codec_products import LEAST, Product, blocks, tile, unit_blocks
-from omni_plugin_qwen3_tts.streaming_layers import ALIGNMENT
+from omni_speech_codec import codec_kernels as kernels
+from omni_speech_codec.codec_products import LEAST, Product, blocks, tile, unit_blocks
+from omni_speech_codec.streaming_layers import ALIGNMENT
 
 LONGEST = 16
 """Frames of a chunk at most: what the rings of attention have room for beside the window."""
@@ -70,12 +70,14 @@ class Kept:
         begin: in each slot.
         reach: positions.
         rate: of them for a frame.
+        skipped: of a session's first positions, which count as zero.
     """
 
     pool: Pool
     begin: int
     reach: int
     rate: int
+    skipped: int = 0
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -83,9 +85,9 @@ class Kept:
         return self.pool.packed.view(-1)[self.begin :]
 
 
-def keep(pool: Pool, reach: int, channels: int, rate: int) -> Kept:
+def keep(pool: Pool, reach: int, channels: int, rate: int, skipped: int = 0) -> Kept:
     """Room for ``reach`` positions."""
-    return Kept(pool, pool.reserve(reach * channels), reach, rate)
+    return Kept(pool, pool.reserve(reach * channels), reach, rate, skipped)
 
 
 def multiply(
@@ -127,7 +129,8 @@ def multiply(
         _or(product.scale, some), _or(product.turns, some), _or(product.strength, some), before, after,
         where.slots if stateful else some, where.positions if stateful else some,
         rows, rows // len(where.slots) if stateful else rows, kept.rate if stateful else 1,
-        product.dilation, kept.pool.size if stateful else ALIGNMENT, product.columns, product.weight.shape[1],
+        kept.skipped if stateful else 0, product.dilation, kept.pool.size if stateful else ALIGNMENT,
+        product.columns, product.weight.shape[1],
         CHANNELS=product.channels, PADDED=product.padded, TAPS=product.taps,
         ACTIVATION=activation, BIASED=product.bias is not None, ADDED=residual is not None,
         SCALED=product.scale is not None, RAW=raw, PRECISION=_precision(), **sizes,
@@ -173,7 +176,7 @@ def residual_unit(
         kernels.unit_kernel, (-(-rows // sizes["BLOCK_M"]),),
         x, kept.tensor, inner.weight, inner.bias, inner.turns, inner.strength, outer.weight, outer.bias, residual,
         outer.turns, outer.strength, total, out, _or(head, x), out, where.slots, where.positions,
-        rows, rows // len(where.slots), kept.rate, inner.dilation, kept.pool.size,
+        rows, rows // len(where.slots), kept.rate, kept.skipped, inner.dilation, kept.pool.size,
         CHANNELS=inner.channels, PADDED=inner.padded, TAPS=inner.taps,
         RAW=raw, HEAD=head is not None, PRECISION=_precision(), **sizes,
     )  # fmt: skip
@@ -187,7 +190,7 @@ def samples(heads: torch.Tensor, bias: torch.Tensor, taps: int, kept: Kept, wher
     _launch(
         kernels.samples_kernel, (-(-rows // SAMPLES),),
         heads, kept.tensor, bias, out, where.slots, where.positions, rows, rows // len(where.slots), kept.rate,
-        kept.pool.size, TAPS=taps, BLOCK=SAMPLES,
+        kept.skipped, kept.pool.size, TAPS=taps, BLOCK=SAMPLES,
     )  # fmt: skip
     carry(heads, kept, where)
 
@@ -200,8 +203,8 @@ def carry(x: torch.Tensor, kept: Kept, where: Where) -> None:
     block_c = min(64, tile(LEAST, channels))
     _launch(
         kernels.carry_kernel, (batch, -(-channels // block_c)),
-        x, kept.tensor, where.slots, where.positions, len(x) // batch, kept.rate, kept.pool.size, channels, kept.reach,
-        BLOCK_R=tile(1, kept.reach), BLOCK_C=block_c,
+        x, kept.tensor, where.slots, where.positions, len(x) // batch, kept.rate, kept.skipped, kept.pool.size,
+        channels, kept.reach, BLOCK_R=tile(1, kept.reach), BLOCK_C=block_c,
     )  # fmt: skip
 
 
@@ -235,11 +238,25 @@ def rms_norm(weight: torch.Tensor, eps: float, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def entries(codes: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor:
-    """Codes int32 [batch, frames, groups] to [rows, 2 * width], of a table [groups * size, width]."""
+def entries(codes: torch.Tensor, table: torch.Tensor, size: int, leading: int, scale: float = 1.0) -> torch.Tensor:
+    """The sum of the entries of the first ``leading`` groups, then that of the others if there are any, scaled.
+
+    Args:
+        codes: int32 [batch, frames, groups].
+        table: [groups * size, width].
+        size: of a group's codebook.
+        leading: groups.
+        scale: of the sums.
+
+    Returns:
+        [rows, width], or [rows, 2 * width].
+    """
     rows, groups, width = codes.shape[0] * codes.shape[1], codes.shape[2], table.shape[1]
-    out = table.new_empty(rows, 2 * width)
-    _launch(kernels.entries_kernel, (rows,), codes, table, out, size, width, GROUPS=groups, BLOCK=tile(LEAST, width))
+    out = table.new_empty(rows, width if leading == groups else 2 * width)
+    _launch(
+        kernels.entries_kernel, (rows,),
+        codes, table, out, size, width, scale, GROUPS=groups, LEADING=leading, BLOCK=tile(LEAST, width),
+    )  # fmt: skip
     return out
 
 
