@@ -39,6 +39,9 @@ class Engine(Protocol):
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death`` on the running loop, once, when the engine's process has ended."""
 
+    def check_sleep(self, level: int) -> None:
+        """Raise ``ConfigError`` if the engine cannot sleep so."""
+
     async def sleep(self, level: int, mode: SleepMode) -> None: ...
 
     async def wake_up(self) -> None: ...
@@ -55,9 +58,6 @@ class SupervisedStage(Generic[EngineT]):
     Args:
         start: starts an engine; blocks until its model is loaded.
     """
-
-    sleeps = True
-    """Whether stages of this kind can sleep."""
 
     def __init__(self, start: Callable[[], EngineT]) -> None:
         self._start = start
@@ -185,6 +185,10 @@ class SupervisedStage(Generic[EngineT]):
         self.state, self.reason = StageState.RUNNING, ""
         self.watch()
         logger.info("stage %s runs again", self.stage)
+
+    def check_sleep(self, level: int) -> None:
+        """Raise ``ConfigError`` if the stage cannot sleep so, ``StageUnavailable`` if it does not run."""
+        self._available().check_sleep(level)
 
     async def sleep(self, level: int, mode: SleepMode) -> None:
         """Free device memory: with level 1 the weights go to host memory. Raises ``StageUnavailable``."""

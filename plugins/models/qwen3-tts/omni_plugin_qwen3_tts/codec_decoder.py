@@ -113,6 +113,14 @@ class CodecDecoder(StageModule[DecoderState]):
             graphs = bool(context.options.get("cuda_graphs", True))
             return cls(None, SlotDecoder(fused, GraphSettings(), graphs=graphs), sessions)
 
+    def sleep(self) -> None:
+        """Let go of all: weights are copied where graphs know their addresses, and the checkpoint has them still."""
+        self.network = self.slots = None
+
+    def wake_up(self, context: ModuleContext) -> CodecDecoder:
+        """Read the checkpoint again, and record again."""
+        return self.load(context)
+
     def open(self, options: Values) -> DecoderState:
         """A session at its beginning.
 
