@@ -22,6 +22,7 @@ from omni_core.errors import (
     StageStartError,
     StageUnavailable,
 )
+from omni_core.folders import OwnedFolder
 from omni_core.module.contract import Values
 from omni_core.module.messages import (
     ENCODER,
@@ -40,6 +41,8 @@ from omni_core.module.process import ModuleSettings, run
 from omni_core.supervisor import SleepMode
 
 START_TIMEOUT_SECONDS = 600
+PREFIX = "omni-module-"
+"""Of the folder of an engine's socket, among the temporary files."""
 
 
 class ModuleSession:
@@ -89,8 +92,8 @@ class ModuleEngine:
 
     def __init__(self, settings: ModuleSettings) -> None:
         self.stage = settings.stage
-        self._folder = tempfile.TemporaryDirectory(prefix="omni-module-")
-        address = f"ipc://{Path(self._folder.name) / 'socket'}"
+        self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
+        address = f"ipc://{self._folder.path / 'socket'}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -277,7 +280,7 @@ class ModuleEngine:
             self._loop.call_soon_threadsafe(self._close_socket)
         else:
             self._close_socket()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _close_socket(self) -> None:
         """Close the socket once its loop watches it no more; call it where the loop does not run meanwhile.

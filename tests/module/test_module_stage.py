@@ -171,6 +171,22 @@ def test_a_module_that_cannot_be_loaded_says_why():
         ModuleEngine(settings(refuse=True))
 
 
+def test_sockets_lie_in_a_folder_that_the_next_engine_sweeps_where_its_owner_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / "omni-module-left"
+    left.mkdir()
+    (left / "owner.lock").touch()
+    (left / "socket").touch()
+    engine = ModuleEngine(settings())
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("omni-module-") and folder != left
+    other = ModuleEngine(settings())
+    assert folder.exists() and len(list(tmp_path.iterdir())) == 2
+    engine.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_death_of_the_process_fails_what_waits():
     engine = ModuleEngine(settings())
 
