@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from omni_core.api import AsyncOmni, Omni, VideoOutput
+    from omni_core.api import AsyncOmni, Omni, Sound, SpeechOutput, VideoOutput
 
-__all__ = ["AsyncOmni", "Omni", "VideoOutput", "__version__"]
+_API = ("AsyncOmni", "Omni", "Sound", "SpeechOutput", "VideoOutput")
+__all__ = ["AsyncOmni", "Omni", "Sound", "SpeechOutput", "VideoOutput", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("AsyncOmni", "Omni", "VideoOutput"):
+    if name in _API:
         from omni_core import api
 
         return getattr(api, name)

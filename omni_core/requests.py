@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import annotated_types
 import numpy as np
@@ -95,6 +95,9 @@ def parse_request(model: type[RequestT], values: Mapping[str, Any], *, strict: b
     for key, value in plain.items():
         if isinstance(value, str) and not is_unicode(value):
             raise RequestError(f"{key} holds characters that are not Unicode (lone surrogates)", param=key)
+        if isinstance(value, str) and "_" in value and not strict and _is_number(model, key):
+            # pydantic takes 3_0 for 30, as Python does
+            raise RequestError(f"{key}={value!r:.80}: must be {describe_field(model, key)}", param=key)
     try:
         return model.model_validate(plain, strict=strict)
     except ValidationError as error:
@@ -103,6 +106,16 @@ def parse_request(model: type[RequestT], values: Mapping[str, Any], *, strict: b
         location = [str(part) for part in first["loc"]]
         name = location[0] if location else None
         raise RequestError(_explain(model, name, first), param=name) from None
+
+
+def _is_number(model: type[BaseModel], name: str) -> bool:
+    """Whether there is a field of this name that takes numbers and no strings."""
+    if name not in model.model_fields:
+        return False
+    annotation = model.model_fields[name].annotation
+    kinds = {annotation, *get_args(annotation)}
+    kinds |= {inner for kind in kinds if get_origin(kind) is Annotated for inner in get_args(kind)[:1]}
+    return bool(kinds & {int, float}) and str not in kinds
 
 
 def is_unicode(text: str) -> bool:
@@ -125,6 +138,8 @@ def _explain(model: type[BaseModel], name: str | None, error: Any) -> str:
     got = got if len(got) <= 80 else got[:77] + "..."
     message = error["msg"][0].lower() + error["msg"][1:]
     message = message.removeprefix("input ").removeprefix("value error, ")
+    if error["type"] == "too_long" and isinstance(error["input"], str):  # pydantic counts items of a string
+        message = f"must have at most {error['ctx']['max_length']} characters, not {len(error['input'])}"
     return f"{name}={got}: {message} (allowed: {describe_field(model, name)})"
 
 

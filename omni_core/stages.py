@@ -91,8 +91,6 @@ class SupervisedTalker(SupervisedStage[TalkerEngineClient]):
 class SupervisedModule(SupervisedStage[ModuleEngine]):
     """A supervised module stage."""
 
-    sleeps = False
-
     def open(self, options: Values | None = None, request_id: str | None = None) -> _SupervisedSession:
         """Begin a session of a request, see ``ModuleEngine.open``. Raises ``StageUnavailable``."""
         engine, ended = self.hold()

@@ -39,6 +39,9 @@ class Engine(Protocol):
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death`` on the running loop, once, when the engine's process has ended."""
 
+    def check_sleep(self, level: int) -> None:
+        """Raise ``ConfigError`` if the engine cannot sleep so."""
+
     async def sleep(self, level: int, mode: SleepMode) -> None: ...
 
     async def wake_up(self) -> None: ...
@@ -55,9 +58,6 @@ class SupervisedStage(Generic[EngineT]):
     Args:
         start: starts an engine; blocks until its model is loaded.
     """
-
-    sleeps = True
-    """Whether stages of this kind can sleep."""
 
     def __init__(self, start: Callable[[], EngineT]) -> None:
         self._start = start
@@ -169,8 +169,11 @@ class SupervisedStage(Generic[EngineT]):
             await asyncio.sleep(delay)
             self.restarts += 1
             try:
-                self._engine = await asyncio.to_thread(self._start)
-            except Exception as error:  # whatever it is: nobody else would start the stage again
+                self._engine, error = await asyncio.to_thread(self._try_to_start)
+            except RuntimeError:  # of the loop: it is being closed, as when a script is interrupted
+                self.state, self.reason = StageState.STOPPED, "there is no event loop any more to start it again on"
+                break
+            if error is not None:
                 delay = min(max(FIRST_DELAY, 2 * delay), LAST_DELAY)
                 self.reason = f"start {self.restarts} failed, the next is in {delay:g} s: {error}"
                 logger.error("stage %s: %s", self.stage, self.reason)
@@ -185,6 +188,17 @@ class SupervisedStage(Generic[EngineT]):
         self.state, self.reason = StageState.RUNNING, ""
         self.watch()
         logger.info("stage %s runs again", self.stage)
+
+    def _try_to_start(self) -> tuple[EngineT | None, Exception | None]:
+        """An engine, or why there is none, whatever it is: nobody else would start the stage again."""
+        try:
+            return self._start(), None
+        except Exception as error:
+            return None, error
+
+    def check_sleep(self, level: int) -> None:
+        """Raise ``ConfigError`` if the stage cannot sleep so, ``StageUnavailable`` if it does not run."""
+        self._available().check_sleep(level)
 
     async def sleep(self, level: int, mode: SleepMode) -> None:
         """Free device memory: with level 1 the weights go to host memory. Raises ``StageUnavailable``."""

@@ -38,7 +38,7 @@ class FakeRequest(SpeechRequest):
 
 class FakeModel(SpeechModel[FakeRequest]):
     sample_rate, samples_per_frame, num_code_groups, end_code, stand_in = RATE, SAMPLES, 2, 9999, 0
-    voices = tuple(PITCHES)
+    voices, reserved_voices = tuple(PITCHES), ("default",)
 
     @classmethod
     def load(cls, checkpoint: Any) -> FakeModel:

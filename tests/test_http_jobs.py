@@ -5,7 +5,9 @@ import base64
 import io
 import json
 import socket
+import tempfile
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -214,6 +216,8 @@ BAD = [
     ({"prompt": "x", "seconds": 1, "fps": 0}, "fps"),
     ({"prompt": "x", "seconds": 1, "fps": [8]}, "fps"),
     ({"prompt": "x", "seconds": 3000, "fps": 1e308}, "fps"),
+    ({"prompt": "x", "image": {"image_url": {"url": "x", "detail": "high"}}}, "image"),
+    ({"prompt": "x", "input_reference": {"image_url": {"detail": "high"}}}, "image"),
     ({"prompt": "x", "extra_params": '{"\\ud800": 1}'}, None),
     ({"prompt": "x", "image": '{"image_url": "\\ud800"}'}, None),
     ({"prompt": "x", "image": '{"image_url": "x", "image_url": "y"}'}, None),
@@ -269,6 +273,24 @@ def test_numbers_that_are_none_are_refused(toy_server):
         content = f'{{"prompt": "x", "step_seconds": {value}}}'
         answer = toy_server.http.post("/v1/videos", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "step_seconds"
+
+
+@pytest.mark.parametrize(("name", "value"), [("width", "3_2"), ("seed", "1_0"), ("step_seconds", "0_0.1")])
+def test_a_number_of_a_form_is_written_in_digits(toy_server, name, value):
+    """Python takes an underscore between digits, and pydantic with it."""
+    answer = toy_server.http.post("/v1/videos", data={"prompt": "a_b", name: value})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == name and error["message"].startswith(f"{name}={value!r}: must be ")
+
+
+def test_a_video_that_is_sent_at_once_is_in_the_servers_own_folder(toy_server):
+    """So that it does not stay for ever where the server is killed meanwhile."""
+    before = set(Path(tempfile.gettempdir()).glob("omni-*.mp4"))
+    with toy_server.http.stream("POST", "/v1/videos/sync", json={"prompt": "a cat", "seed": 1}) as answer:
+        assert answer.status_code == 200
+        next(answer.iter_raw(1))
+        assert set(Path(tempfile.gettempdir()).glob("omni-*.mp4")) == before
 
 
 def test_a_name_given_twice_among_very_many_is_found_at_once(toy_server):

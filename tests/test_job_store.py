@@ -113,6 +113,16 @@ def test_a_file_that_is_no_job_does_not_stop_a_restart(store, content):
     assert all((store.folder / name).exists() for name in names), "what is not ours is left alone"
 
 
+def test_what_a_killed_server_was_writing_is_gone_after_a_restart(store):
+    finished, lost = completed(store), new_job_id()
+    for path in (store.passing_file(), store.partial_file(lost), store.folder / f"{lost}.partial.json"):
+        path.write_bytes(b"half")
+    (store.folder / "holiday.partial.mp4").write_bytes(b"the operator's")
+    store.close()
+    again = JobStore(store.folder, ttl=60, limit=3)
+    assert names(again) == sorted([f"{finished.id}.json", f"{finished.id}.mp4", "holiday.partial.mp4"])
+
+
 def test_a_finished_job_without_its_file_is_gone_after_a_restart(store):
     job = completed(store)
     store.file(job.id).unlink()

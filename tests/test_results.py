@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from omni_core.diffusion.results import ResultFolder, ResultWriter, base_folder, discard_result, sweep
+from omni_core.diffusion.results import PREFIX, ResultFolder, ResultWriter, base_folder, discard_result
+from omni_core.folders import sweep
 
 FRAMES = np.arange(2 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 4, 6, 3)
 
@@ -66,10 +67,10 @@ def test_a_dead_owners_folder_is_swept_and_a_living_ones_is_not(folder, tmp_path
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     path = other.stdout.readline().strip()
-    assert sweep(tmp_path) == []
+    assert sweep(tmp_path, PREFIX) == []
     other.send_signal(signal.SIGKILL)
     other.wait()
-    assert [str(removed) for removed in sweep(tmp_path)] == [path]
+    assert [str(removed) for removed in sweep(tmp_path, PREFIX)] == [path]
     assert not os.path.exists(path) and folder.path.exists()
 
 

@@ -1,6 +1,7 @@
 """Sleep and wake-up through the HTTP routes.
 
-vLLM cannot put a CPU worker to sleep, so the engine is made up, at the border that ``omni_core.supervisor.Engine``
+vLLM cannot put a CPU worker to sleep, so the engine is made up (module stages sleep on CPUs too, and do so in
+``module/test_module_stage.py`` and ``test_speech_server.py``), at the border that ``omni_core.supervisor.Engine``
 draws; supervisor, front end, routes and the encoding of files are the real ones. It sleeps as vLLM's does: ``abort``
 ends the requests under way, ``wait`` lets them end.
 """
@@ -14,13 +15,14 @@ import pytest
 from fastapi import FastAPI
 
 from omni_core.diffusion.messages import Report
-from omni_core.errors import GenerationCancelled
+from omni_core.errors import ConfigError, GenerationCancelled
 from omni_core.http.jobs import JobStore
 from omni_core.http.stages import stage_router
 from omni_core.http.videos import VideoService, video_router
 from omni_core.requests import VideoRequest
 from omni_core.runtime import VideoEngine
 from omni_core.stages import SupervisedDiffusion
+from omni_core.supervisor import SupervisedStage
 
 
 class SmallRequest(VideoRequest):
@@ -63,6 +65,9 @@ class SleepyEngine:
 
     def discard(self, request_id):
         """Nothing was left."""
+
+    def check_sleep(self, level):
+        """It can."""
 
     async def sleep(self, level, mode):
         self.aborted = mode == "abort"
@@ -161,30 +166,62 @@ def test_a_request_while_the_stage_waits_to_sleep_is_refused(tmp_path):
     with_server(work, tmp_path)
 
 
+class Sleeper(SleepyEngine):
+    """One of several, which writes down whose turn it is."""
+
+    def __init__(self, stage, order, refuse=False):
+        super().__init__()
+        self.stage, self.order, self.refuse = stage, order, refuse
+
+    def check_sleep(self, level):
+        if self.refuse:
+            raise ConfigError(f"stage {self.stage!r} cannot sleep: start it with --enable-sleep-mode")
+
+    async def sleep(self, level, mode):
+        self.order.append((self.stage, level, mode))
+
+    async def wake_up(self):
+        self.order.append(self.stage)
+
+
+def with_stages(work, *names, refusing=()):
+    """Run ``work(http, order)`` against the routes over made-up engines."""
+
+    async def run():
+        order = []
+        stages = {name: SupervisedStage(lambda name=name: Sleeper(name, order, name in refusing)) for name in names}
+        app = FastAPI()
+        app.include_router(stage_router(stages))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+            await work(http, order)
+
+    asyncio.run(run())
+
+
 def test_a_stage_that_cannot_sleep_is_refused_before_another_sleeps():
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
+    async def work(http, order):
+        answer = await http.post("/v1/omni/sleep", json={})
+        assert answer.status_code == 400
+        assert "'decoder' cannot sleep: start it with --enable-sleep-mode" in answer.json()["error"]["message"]
+        assert order == [] and (await http.get("/health")).json()["stages"]["talker"]["state"] == "running"
+        answer = await http.post("/v1/omni/sleep", json={"stages": ["talker"]})
+        assert answer.status_code == 200 and order == [("talker", 1, "abort")]
 
-    from omni_core.stages import SupervisedModule
+    with_stages(work, "talker", "decoder", refusing=["decoder"])
 
-    slept = []
 
-    class Sleeper:
-        sleeps, stage = True, "talker"
+def test_stages_wake_in_the_reverse_order():
+    """The front one, which takes the requests, is the first to sleep and the last to wake."""
 
-        async def sleep(self, level, mode):
-            slept.append(level)
+    async def work(http, order):
+        slept = await http.post("/v1/omni/sleep", json={"mode": "wait"})
+        assert {stage["state"] for stage in slept.json()["stages"].values()} == {"asleep"}
+        woken = await http.post("/v1/omni/wakeup")
+        assert {stage["state"] for stage in woken.json()["stages"].values()} == {"running"}
+        names = ["talker", "decoder", "encoder"]
+        assert order == [*((name, 1, "wait") for name in names), *reversed(names)]
 
-        def status(self):
-            return {"state": "running", "restarts": 0, "reason": None}
-
-    decoder = SupervisedModule.__new__(SupervisedModule)
-    decoder.stage = "decoder"
-    app = FastAPI()
-    app.include_router(stage_router({"talker": Sleeper(), "decoder": decoder}))
-    answer = TestClient(app).post("/v1/omni/sleep", json={})
-    assert answer.status_code == 400 and "'decoder' is a module stage" in answer.json()["error"]["message"]
-    assert slept == []
+    with_stages(work, "talker", "decoder", "encoder")
 
 
 @pytest.mark.parametrize("path", ["/v1/omni/sleep", "/v1/omni/wakeup"])

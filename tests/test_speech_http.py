@@ -598,6 +598,7 @@ def test_a_voice_of_another_checkpoint_is_left_out(tmp_path):
         ({"name": "."}, "name", 400),
         ({"name": "ann"}, "name", 400),
         ({"name": "ANN"}, "name", 400),
+        ({"name": "Default"}, "name", 400),
         ({"consent": ""}, "consent", 400),
         ({"consent": " "}, "consent", 400),
         ({"ref_text": ""}, "ref_text", 400),
@@ -612,6 +613,26 @@ def test_a_bad_field_of_a_voice_is_named(server, fields, param, status):
     answer = upload(server.http, **fields)
     assert answer.status_code == status and answer.json()["error"]["param"] == param
     assert server.http.get(VOICES).json()["uploaded_voices"] == [] and list(server.store.folder.glob("*.*t*s")) == []
+
+
+def test_a_text_that_is_too_long_is_counted_in_characters(server):
+    for answer in (
+        upload(server.http, ref_text="x" * 4_001),
+        server.http.post(SPEECH, json={"input": "x", "ref_text": "x" * 4_001}),
+    ):
+        message = answer.json()["error"]["message"]
+        assert ": must have at most 4000 characters" in message or ": string should have at most 4000" in message
+
+
+def test_a_reserved_name_is_told_apart(server):
+    assert "'default' is reserved" in upload(server.http, name="default").json()["error"]["message"]
+
+
+def test_a_voice_that_a_killed_server_was_writing_is_gone(tmp_path):
+    for name in ("me.partial", "the operator's.partial"):
+        (tmp_path / name).write_bytes(b"half")
+    VoiceStore(tmp_path, limit=2).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.lock", "the operator's.partial"]
 
 
 def test_a_bad_sample_is_refused(server):

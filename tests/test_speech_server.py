@@ -197,6 +197,55 @@ def test_the_embedding_alone_is_another_voice_than_the_embedding_and_the_sound(b
     assert np.abs(alone - together).max() > 0.01
 
 
+# Sleep
+
+
+def test_module_stages_sleep_and_give_the_same_sound_afterwards(base, reference):
+    """Given a decoder and an encoder asleep, requests are refused; awake, the sound is the same."""
+    asked = case("base_in_context", ref_audio=data_url(reference))
+    before = speak(base, **asked).content
+    for stages in (["decoder"], ["encoder"], ["decoder", "encoder"]):
+        slept = base.http.post("/v1/omni/sleep", json={"stages": stages})
+        assert slept.status_code == 200, slept.text
+        health = base.http.get("/health")
+        assert health.status_code == 200
+        assert [name for name, stage in health.json()["stages"].items() if stage["state"] == "asleep"] == stages
+        refused = speak(base, status=503, **asked)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "asleep; wake it up with POST /v1/omni/wakeup" in refused.json()["error"]["message"]
+        woken = base.http.post("/v1/omni/wakeup")
+        assert {stage["state"] for stage in woken.json()["stages"].values()} == {"running"}
+        assert_same(speak(base, **asked).content, before)
+
+
+@pytest.mark.parametrize(("mode", "ends"), [("abort", False), ("wait", True)])
+def test_what_becomes_of_speech_under_way_when_the_decoder_falls_asleep(custom_voice, mode, ends):
+    whole, data = custom_voice.http.post(SPEECH, json=LONG).content, b""
+    with custom_voice.http.stream("POST", SPEECH, json=LONG) as answer, ThreadPoolExecutor(1) as pool:
+        pieces = answer.iter_raw()
+        data += next(pieces)
+        body = {"stages": ["decoder"], "mode": mode}
+        sleeping = pool.submit(httpx.post, f"{custom_voice.url}/v1/omni/sleep", json=body, timeout=60)
+        try:
+            for piece in pieces:
+                data += piece
+        except httpx.RemoteProtocolError:
+            assert not ends
+        assert sleeping.result().status_code == 200
+    assert (len(data) == len(whole)) is ends
+    speak(custom_voice, status=503)
+    assert custom_voice.http.post("/v1/omni/wakeup").status_code == 200
+    speak(custom_voice, **GREEDY, max_new_tokens=4)
+
+
+def test_a_talker_without_sleep_mode_is_refused_before_the_others_sleep(custom_voice):
+    answer = custom_voice.http.post("/v1/omni/sleep")
+    assert answer.status_code == 400
+    assert "stage 'talker' cannot sleep: start it with --enable-sleep-mode" in answer.json()["error"]["message"]
+    stages = custom_voice.http.get("/health").json()["stages"]
+    assert {stage["state"] for stage in stages.values()} == {"running"}
+
+
 # While it is made
 
 

@@ -103,6 +103,25 @@ def test_a_start_that_fails_is_tried_again_later_with_the_reason():
     asyncio.run(work())
 
 
+def test_a_loop_that_has_lost_its_threads_starts_nothing_again():
+    """As when a script is interrupted: asyncio shuts its executor down, and processes end with the script."""
+
+    async def work():
+        start = Starter()
+        stage = SupervisedDiffusion(start)
+        stage.watch()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        start.engines[0].die()
+        await until(lambda: stage.state == "stopped")
+        await asyncio.sleep(0.2)
+        assert start.count == 1 and stage.restarts == 1
+        with pytest.raises(StageUnavailable, match="no event loop any more"):
+            await follow(stage)
+        stage.close()
+
+    asyncio.run(work())
+
+
 def test_closing_ends_requests_and_restarts():
     async def work():
         start = Starter()

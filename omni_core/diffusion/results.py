@@ -2,15 +2,12 @@
 
 A video through the engine's message queues would stall every other request, so a worker writes its frames to a file
 in shared memory and only the path travels. The front end owns the folder of its engine: it takes each result exactly
-once, discards what nobody will take, removes the folder when it stops, and on start sweeps folders whose owner has
-died (the owner holds a lock that the kernel releases with the process).
+once, discards what nobody will take, and removes the folder when it stops (``omni_core/folders.py``).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from omni_core.folders import LOCK, OwnedFolder
+
 PREFIX = "omni-results-"
-NEW_PREFIX = "omni-new-results-"
-LOCK = "owner.lock"
 FAILURE = "failure"
 FOLDER_VARIABLE = "OMNI_RESULTS_DIR"
 
@@ -115,14 +112,8 @@ class ResultFolder:
     """The folder of one engine's results, owned by the process that made it."""
 
     def __init__(self, base: Path | None = None) -> None:
-        base = base or base_folder()
-        base.mkdir(parents=True, exist_ok=True)
-        sweep(base)
-        new = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=base))
-        self._lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Sweepers look for the final name, which it gets only now that it is locked.
-        self.path = new.rename(base / new.name.replace(NEW_PREFIX, PREFIX, 1))
+        self._folder = OwnedFolder(base or base_folder(), PREFIX)
+        self.path = self._folder.path
 
     def take(self, path: str | Path) -> npt.NDArray[np.generic]:
         """The frames at ``path``, mapped into memory; the file's name is gone when this returns.
@@ -157,30 +148,4 @@ class ResultFolder:
 
     def close(self) -> None:
         """Remove the folder and everything in it. Closing twice is fine."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
-
-
-def sweep(base: Path, prefix: str = PREFIX) -> list[Path]:
-    """Remove the folders under ``base`` whose owner has died; gives what was removed.
-
-    An owner holds a lock on the file ``owner.lock`` in its folder.
-    """
-    removed = []
-    for folder in base.glob(f"{prefix}*"):
-        try:
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # being made just now, or another user's
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # its owner lives
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        finally:
-            os.close(lock)
-    return removed
+        self._folder.close()

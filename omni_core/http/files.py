@@ -11,8 +11,8 @@ from typing import Any
 from fastapi.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from omni_core.diffusion.results import LOCK
 from omni_core.errors import ConfigError
+from omni_core.folders import LOCK
 from omni_core.http.errors import HttpError, error_response
 
 

@@ -83,7 +83,10 @@ def _url(name: str, value: Any) -> str | None:
         if set(value) != {"image_url"}:
             raise RequestError(f"{name} must be a file, a URL, or an object with image_url", param=name)
         value = value["image_url"]
-        value = value.get("url") if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            if others := [key for key in value if key != "url"]:
+                raise RequestError(f"{name}: image_url has url alone, not {others[0]!r:.80}", param=name)
+            value = value.get("url")
         if not isinstance(value, str):
             raise RequestError(f"{name}: image_url must be a string", param=name)
     return value if isinstance(value, str) else None

@@ -23,6 +23,7 @@ from omni_core.http.files import lock_folder
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
+_UNFINISHED = re.compile(r"(video|sync)_[0-9a-f]{32}\.partial\.(json|mp4)")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class JobStore:
     def _load(self) -> dict[str, VideoJob]:
         """The jobs of an earlier server. Files that are not a job's are left alone."""
         jobs = {}
+        for path in self.folder.iterdir():  # a server that was killed was writing them
+            if _UNFINISHED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         for path in sorted(self.folder.glob("video_*.json")):
             if not _ID.fullmatch(path.stem):
                 continue
@@ -116,7 +120,6 @@ class JobStore:
                 continue
             if job.id != path.stem:
                 continue
-            self.partial_file(job.id).unlink(missing_ok=True)
             if not job.ended:
                 now = int(time.time())
                 error = {"code": "server_restarted", "message": "the server was restarted before this video was done"}
@@ -141,6 +144,10 @@ class JobStore:
     def partial_file(self, job_id: str) -> Path:
         """Where to write a video before ``complete`` moves it into place."""
         return self.folder / f"{job_id}.partial.mp4"
+
+    def passing_file(self) -> Path:
+        """Where to write a video that is no job's. The caller removes it; what is left, the next server does."""
+        return self.folder / f"sync_{secrets.token_hex(16)}.partial.mp4"
 
     def put(self, job: VideoJob) -> None:
         """Add or replace a job. Progress of a running job is kept in memory only."""

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -20,7 +19,7 @@ from omni_core.errors import GenerationError, OmniError
 from omni_core.http.clients import until_client_leaves
 from omni_core.http.errors import error_body
 from omni_core.http.speech_bodies import Wanted
-from omni_core.speech.engine import Sound, SpeechEngine
+from omni_core.speech.engine import Sound, SpeechEngine, new_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Making:
     """
 
     def __init__(self, engine: SpeechEngine, wanted: Wanted, *, streamed: bool) -> None:
-        self.request_id = f"speech-{uuid.uuid4().hex}"
+        self.request_id = new_request_id()
         self.wanted, self._engine = wanted, engine
         self._encoder = wanted.encoding.encoder(engine.model.sample_rate, streamed=streamed)
         self._slot = engine.admit()

@@ -199,6 +199,8 @@ class SpeechReader:
         upload = parse_request(VoiceUpload, values, strict=False)
         if self.is_built_in(upload.name):
             raise RequestError(f"name={upload.name!r} is a voice of the model", "name")
+        if upload.name.casefold() in {name.casefold() for name in self._engine.model.reserved_voices}:
+            raise RequestError(f"name={upload.name!r} is reserved: requests mean something else by it", "name")
         self._voices.check_free(upload.name)
         sample = fields.get("audio_sample")
         if not isinstance(sample, bytes):

@@ -64,8 +64,7 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
         wanted = await _read(request, SleepRequest)
         named = _named(wanted.stages, stages)
         for stage in named:  # before any of them sleeps
-            if not stage.sleeps:
-                raise RequestError(f"stage {stage.stage!r} is a module stage, and these do not sleep yet", "stages")
+            stage.check_sleep(wanted.level)
         for stage in named:
             await stage.sleep(wanted.level, wanted.mode)
         return JSONResponse({"stages": statuses()})
@@ -74,7 +73,7 @@ def stage_router(stages: Mapping[str, SupervisedStage[Any]]) -> APIRouter:
     async def wake_up(request: Request) -> Response:
         """Bring stages back."""
         wanted = await _read(request, WakeUpRequest)
-        for stage in _named(wanted.stages, stages):
+        for stage in reversed(_named(wanted.stages, stages)):  # the front one last, which takes the requests
             await stage.wake_up()
         return JSONResponse({"stages": statuses()})
 

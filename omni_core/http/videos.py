@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -169,7 +168,7 @@ def video_router(service: VideoService) -> APIRouter:
             output = await until_client_leaves(request.receive, service.engine.generate(parsed, slot=slot))
         finally:
             slot.release()  # the work did, unless it was cancelled before it began
-        return await _file_answer(output, time.perf_counter() - begin)
+        return await _file_answer(output, time.perf_counter() - begin, service.store.passing_file())
 
     @router.get("/v1/videos", responses=answers(JobPage, 400))
     async def list_videos(
@@ -210,10 +209,8 @@ def video_router(service: VideoService) -> APIRouter:
     return router
 
 
-async def _file_answer(output: VideoOutput, elapsed: float) -> Response:
-    handle = tempfile.NamedTemporaryFile(prefix="omni-", suffix=".mp4", delete=False)  # noqa: SIM115 - sent, then removed
-    handle.close()
-    path = Path(handle.name)
+async def _file_answer(output: VideoOutput, elapsed: float, path: Path) -> Response:
+    """The video as a file that is written to ``path``, and removed once it is sent."""
     await write_mp4(output, path)
     values = (output.request_id, str(output.request.seed), f"{elapsed:.3f}")
     headers = dict(zip(HEADERS, values, strict=True))

@@ -88,6 +88,9 @@ class VoiceStore:
         self._lock = lock_folder(folder, "the voice store")
         self._voices: dict[str, tuple[StoredVoice, Mapping[str, Any]]] = {}
         self.skipped: list[str] = []
+        for path in folder.glob("*.partial"):  # a server that was killed was writing it
+            if re.fullmatch(NAME, path.stem):
+                path.unlink(missing_ok=True)
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 voice, encoded = self._read(path)

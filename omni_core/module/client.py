@@ -6,20 +6,45 @@ import asyncio
 import multiprocessing
 import tempfile
 import uuid
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from omni_core.errors import ConfigError, EngineDied, GenerationError, StageStartError
+from omni_core.errors import (
+    ConfigError,
+    EngineDied,
+    GenerationCancelled,
+    GenerationError,
+    StageStartError,
+    StageUnavailable,
+)
+from omni_core.folders import OwnedFolder
 from omni_core.module.contract import Values
-from omni_core.module.messages import ENCODER, REPLIES, Close, Open, Output, Push, Ready, Request
+from omni_core.module.messages import (
+    ENCODER,
+    REPLIES,
+    Changed,
+    Close,
+    Open,
+    Output,
+    Push,
+    Ready,
+    Request,
+    Sleep,
+    WakeUp,
+)
 from omni_core.module.process import ModuleSettings, run
+from omni_core.supervisor import SleepMode
 
 START_TIMEOUT_SECONDS = 600
 MODULE_PROCESS = "omni-"
 """What the names of processes of module stages begin with."""
+PREFIX = "omni-module-"
+"""Of the folder of an engine's socket, among the temporary files."""
 
 
 class ModuleSession:
@@ -29,14 +54,18 @@ class ModuleSession:
         self.id = uuid.uuid4().hex
         self._engine: ModuleEngine | None = engine
         self._number = 0
+        self._aborted: str | None = None
 
     async def push(self, values: Values) -> Values:
         """Hand in one input and wait for its output.
 
         Raises:
             GenerationError: the module failed; names the stage.
+            GenerationCancelled: the stage was put to sleep.
             EngineDied: the process died.
         """
+        if self._aborted is not None:
+            raise GenerationCancelled(self._aborted)
         if self._engine is None:
             raise RuntimeError("the session is closed")
         self._number += 1
@@ -48,6 +77,13 @@ class ModuleSession:
         if engine is not None:
             engine._close_session(self.id)
 
+    def abort(self, reason: str) -> None:
+        """Drop the session; whoever waits for it, or pushes into it, gets ``GenerationCancelled`` with ``reason``."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._aborted = reason
+            engine._close_session(self.id, GenerationCancelled(reason))
+
 
 class ModuleEngine:
     """The process of a module stage. Construction blocks until the module is loaded.
@@ -58,8 +94,8 @@ class ModuleEngine:
 
     def __init__(self, settings: ModuleSettings) -> None:
         self.stage = settings.stage
-        self._folder = tempfile.TemporaryDirectory(prefix="omni-module-")
-        address = f"ipc://{Path(self._folder.name) / 'socket'}"
+        self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
+        address = f"ipc://{self._folder.path / 'socket'}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -68,6 +104,10 @@ class ModuleEngine:
         self._async_socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._answers: dict[tuple[str, int], asyncio.Future[Values]] = {}
+        self._sessions: dict[str, ModuleSession] = {}
+        self._changes: deque[asyncio.Future[str | None]] = deque()
+        self._emptied: asyncio.Future[None] | None = None
+        self._cannot_sleep = ""
         self._unwatch: Callable[[], object] = lambda: None
         self._closed = self._dead = False
         self.process = multiprocessing.get_context("spawn").Process(
@@ -92,6 +132,7 @@ class ModuleEngine:
         assert isinstance(reply, Ready)
         if reply.error is not None:
             raise StageStartError(f"stage {self.stage!r} cannot start: {reply.error}")
+        self._cannot_sleep = reply.cannot_sleep
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Call ``on_death`` on the running loop, once, when the process has ended."""
@@ -111,6 +152,7 @@ class ModuleEngine:
         self.check_available()
         session = ModuleSession(self)
         self._send(Open(session.id, dict(options or {})))
+        self._sessions[session.id] = session
         return session
 
     def check_available(self) -> None:
@@ -128,9 +170,15 @@ class ModuleEngine:
         finally:
             self._answers.pop((session, number), None)
 
-    def _close_session(self, session: str) -> None:
+    def _close_session(self, session: str, error: Exception | None = None) -> None:
         for key in [key for key in self._answers if key[0] == session]:
-            self._answers[key].cancel()
+            if error is None:
+                self._answers[key].cancel()
+            elif not self._answers[key].done():
+                self._answers[key].set_exception(error)
+        self._sessions.pop(session, None)
+        if not self._sessions and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
         if not (self._dead or self._closed):
             self._send(Close(session))
 
@@ -146,6 +194,11 @@ class ModuleEngine:
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             reply = REPLIES.decode(await socket.recv())
+            if isinstance(reply, Changed):
+                change = self._changes.popleft()
+                if not change.done():
+                    change.set_result(reply.error)
+                continue
             assert isinstance(reply, Output)
             future = self._answers.get((reply.session, reply.number))
             if future is None or future.done():
@@ -155,16 +208,61 @@ class ModuleEngine:
             else:
                 future.set_result(reply.values or {})
 
-    async def sleep(self, level: int, mode: str) -> None:
-        """Raises ``ConfigError``: module stages stay awake."""
-        raise ConfigError(f"stage {self.stage!r} is a module stage, and these do not sleep yet")
+    def check_sleep(self, level: int) -> None:
+        """Raise ``ConfigError`` if the stage cannot sleep so."""
+        if level != 1:
+            raise ConfigError(f"stage {self.stage!r} cannot sleep at level {level}: module stages have level 1 alone")
+        if self._cannot_sleep:
+            raise ConfigError(f"stage {self.stage!r} cannot sleep: {self._cannot_sleep}")
+
+    async def sleep(self, level: int, mode: SleepMode) -> None:
+        """Have the module give up the device's memory.
+
+        ``mode``: ``abort`` the open sessions, or ``wait`` for their end.
+
+        Raises:
+            ConfigError: the module cannot sleep, or not at this level.
+            GenerationError: it failed to, and is awake.
+            EngineDied: the process died.
+        """
+        self.check_sleep(level)
+        if mode == "abort":
+            for session in list(self._sessions.values()):
+                session.abort(f"stage {self.stage!r} aborted the request: it was put to sleep")
+        while self._sessions:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await self._emptied
+        try:
+            error = await self._change(Sleep())
+        except asyncio.CancelledError:  # nobody would wake it
+            self._changes.append(asyncio.get_running_loop().create_future())
+            self._send(WakeUp())
+            raise
+        if error is not None:
+            raise GenerationError(f"stage {self.stage!r} cannot sleep: {error}")
 
     async def wake_up(self) -> None:
-        """It is awake."""
+        """Undo ``sleep``; fine where it is awake.
+
+        Raises:
+            StageUnavailable: the module failed to wake up; it may be tried again.
+            EngineDied: the process died.
+        """
+        if (error := await self._change(WakeUp())) is not None:
+            raise StageUnavailable(f"stage {self.stage!r} cannot wake up: {error}")
+
+    async def _change(self, message: Sleep | WakeUp) -> str | None:
+        """What the process answers."""
+        self.check_available()
+        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._changes.append(future)
+        self._send(message)
+        return await future
 
     def _die(self) -> None:
         self._dead = True
-        for future in self._answers.values():
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._changes]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EngineDied(f"stage {self.stage!r} died"))
 
@@ -184,7 +282,7 @@ class ModuleEngine:
             self._loop.call_soon_threadsafe(self._close_socket)
         else:
             self._close_socket()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _close_socket(self) -> None:
         """Close the socket once its loop watches it no more; call it where the loop does not run meanwhile.

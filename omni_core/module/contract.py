@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -42,9 +42,14 @@ StateT = TypeVar("StateT")
 class StageModule(nn.Module, ABC, Generic[StateT]):
     """A network as the module stage drives it, with the family's own state of a session.
 
-    Every method is called under ``torch.inference_mode``, from one thread. An exception fails the sessions of its call
-    and no other.
+    Every method but ``load``, ``sleep`` and ``wake_up`` is called under ``torch.inference_mode``, all from one thread.
+    An exception fails the sessions of its call and no other.
+
+    Attributes:
+        cannot_sleep: why it cannot sleep, a sentence for the operator; empty where it can.
     """
+
+    cannot_sleep: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
@@ -68,3 +73,19 @@ class StageModule(nn.Module, ABC, Generic[StateT]):
 
         What it gives for a session must not depend on the others beyond rounding.
         """
+
+    def sleep(self) -> None:
+        """Give up the memory of the device; no session is open. Parameters and buffers go to host memory.
+
+        A module that holds other tensors there, or their addresses, such as recorded graphs do, overrides this and
+        ``wake_up``: it may drop everything here and read the checkpoint again there.
+        """
+        self.to("cpu")
+
+    def wake_up(self, context: ModuleContext) -> Self:
+        """Undo ``sleep``, and give the module to go on with: this one, or another that does the same.
+
+        ``context`` is what ``load`` got. Where this raises, the module still sleeps, and may be woken again.
+        """
+        self.to(context.device)
+        return self

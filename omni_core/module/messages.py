@@ -31,8 +31,23 @@ class Close(msgspec.Struct, tag="close", array_like=True):
     session: str
 
 
+class Sleep(msgspec.Struct, tag="sleep", array_like=True):
+    """Give up the memory of the device; every session is closed."""
+
+
+class WakeUp(msgspec.Struct, tag="wake_up", array_like=True):
+    """Take it back; nothing to do where the module is awake."""
+
+
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The module is loaded; or it is not, for the reason ``error``."""
+    """The module is loaded; or it is not, for the reason ``error``. ``cannot_sleep``: see ``StageModule``."""
+
+    error: str | None = None
+    cannot_sleep: str = ""
+
+
+class Changed(msgspec.Struct, tag="changed", array_like=True):
+    """The answer to ``Sleep`` and ``WakeUp``, in their order: it is done, or not, for the reason ``error``."""
 
     error: str | None = None
 
@@ -46,8 +61,8 @@ class Output(msgspec.Struct, tag="output", array_like=True):
     error: str | None = None
 
 
-Request = Open | Push | Close
-Reply = Ready | Output
+Request = Open | Push | Close | Sleep | WakeUp
+Reply = Ready | Output | Changed
 
 
 def _encode(value: Any) -> Any:

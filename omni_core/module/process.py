@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 from collections import deque
@@ -15,7 +16,19 @@ import zmq
 
 from omni_core.errors import OmniError
 from omni_core.module.contract import ModuleContext, StageModule, Values
-from omni_core.module.messages import ENCODER, REQUESTS, Close, Open, Output, Ready, Reply, Request
+from omni_core.module.messages import (
+    ENCODER,
+    REQUESTS,
+    Changed,
+    Close,
+    Open,
+    Output,
+    Push,
+    Ready,
+    Reply,
+    Request,
+    Sleep,
+)
 from omni_core.plugins.declarations import load_reference
 from omni_core.processes import describe
 
@@ -61,27 +74,77 @@ class ModuleRunner:
 
     Args:
         module: what computes.
-        answer: called with each output.
+        context: what it was loaded with, and is woken with.
+        answer: called with each output, and when the module sleeps or is awake again.
         max_batch: the most sessions of a step.
     """
 
-    def __init__(self, module: StageModule[Any], answer: Callable[[Output], None], max_batch: int) -> None:
-        self.module, self.answer, self.max_batch = module, answer, max_batch
+    def __init__(
+        self,
+        module: StageModule[Any],
+        context: ModuleContext,
+        answer: Callable[[Output | Changed], None],
+        max_batch: int,
+    ) -> None:
+        self.module, self.context, self.answer, self.max_batch = module, context, answer, max_batch
         self.sessions: dict[str, Session] = {}
+        self.asleep = False
 
     def receive(self, message: Request) -> None:
-        """Take note of a message; computes nothing but a session's first state."""
+        """Take note of a message; computes nothing but a session's first state. Sleep and wake-up are done at once."""
         if isinstance(message, Close):
             if (closed := self.sessions.pop(message.session, None)) is not None:
                 self._release(closed)
         elif isinstance(message, Open):
             session = self.sessions[message.session] = Session()
             try:
+                if self.asleep:
+                    raise RuntimeError("the module is asleep")
                 session.state = self.module.open(message.options)
             except Exception as error:
                 self._fail(session, error)
-        elif (session_ := self.sessions.get(message.session)) is not None:
-            session_.waiting.append((message.number, message.values))
+        elif isinstance(message, Push):
+            if (pushed := self.sessions.get(message.session)) is not None:
+                pushed.waiting.append((message.number, message.values))
+        else:
+            with torch.inference_mode(False):
+                why_not = self._sleep() if isinstance(message, Sleep) else self._wake_up()
+            self.answer(Changed(why_not))
+
+    def _sleep(self) -> str | None:
+        """Why the module is not asleep, where it is not.
+
+        One that fails to fall asleep is woken, and where that fails as well, the process ends with the error.
+        """
+        if self.asleep:
+            return None
+        if self.sessions:
+            return f"{len(self.sessions)} sessions are open"
+        if self.module.cannot_sleep:
+            return self.module.cannot_sleep
+        try:
+            self.module.sleep()
+        except Exception as error:
+            logger.error("the module cannot fall asleep", exc_info=error)
+            self.module = self.module.wake_up(self.context)
+            return describe(error)
+        self.asleep = True
+        gc.collect()  # what is freed must not wait for the next session
+        if self.context.device.type != "cpu":
+            torch.get_device_module(self.context.device).empty_cache()
+        return None
+
+    def _wake_up(self) -> str | None:
+        """Why the module is still asleep, where it is."""
+        if not self.asleep:
+            return None
+        try:
+            self.module = self.module.wake_up(self.context).eval()
+        except Exception as error:
+            logger.error("the module cannot wake up", exc_info=error)
+            return str(error) if isinstance(error, OmniError) else describe(error)
+        self.asleep = False
+        return None
 
     @property
     def busy(self) -> bool:
@@ -151,13 +214,14 @@ def run(settings: ModuleSettings, address: str) -> None:
         socket.send(ENCODER.encode(reply))
 
     try:
-        module = _load(settings)
+        module, loaded_with = _load(settings)
     except BaseException as error:
         send(Ready(str(error) if isinstance(error, OmniError) else describe(error)))
         socket.close(linger=5000)
         raise
-    runner = ModuleRunner(module, send, settings.max_batch)
-    send(Ready())
+    runner = ModuleRunner(module, loaded_with, send, settings.max_batch)
+    send(Ready(cannot_sleep=module.cannot_sleep))
+    del module  # the runner's alone, which may let go of it
     with torch.inference_mode():
         while True:
             runner.receive(REQUESTS.decode(socket.recv()))
@@ -169,7 +233,7 @@ def run(settings: ModuleSettings, address: str) -> None:
                 runner.step()
 
 
-def _load(settings: ModuleSettings) -> StageModule[Any]:
+def _load(settings: ModuleSettings) -> tuple[StageModule[Any], ModuleContext]:
     torch.set_num_threads(settings.num_threads)
     importlib.import_module(settings.module.partition(":")[0])
     context = ModuleContext(
@@ -180,4 +244,4 @@ def _load(settings: ModuleSettings) -> StageModule[Any]:
     )
     module: StageModule[Any] = load_reference(settings.module).load(context)
     module.eval()
-    return module
+    return module, context

@@ -47,6 +47,7 @@ class SpeechModel(ABC, Generic[RequestT]):
         end_code: the talker's first code that ends a request.
         stand_in: a token of the talker that is never drawn.
         voices: names of the checkpoint's own voices.
+        reserved_voices: other names that mean something in a request, and that no uploaded voice can have.
     """
 
     sample_rate: int
@@ -55,6 +56,7 @@ class SpeechModel(ABC, Generic[RequestT]):
     end_code: int
     stand_in: int
     voices: Sequence[str] = ()
+    reserved_voices: Sequence[str] = ()
 
     @classmethod
     @abstractmethod

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_core.ar.messages import MAX_SEED, Frames, TalkerJob
-from omni_core.errors import QueueFull, RequestError
+from omni_core.errors import GenerationError, QueueFull, RequestError
 from omni_core.requests import parse_request
 from omni_core.runtime import RequestRecord, Slot
 from omni_core.speech.contract import SpeechModel, Utterance
@@ -80,6 +80,35 @@ class Sound:
     finish_reason: str | None = None
     text_tokens: int = 0
     frames: int = 0
+
+
+@dataclass(frozen=True)
+class SpeechOutput:
+    """All of a request's sound.
+
+    Attributes:
+        samples: float32 [samples], mono, in [-1, 1].
+        sample_rate: Hz.
+        finish_reason: ``stop``, or ``length`` where ``max_new_tokens`` or the context ended it.
+        request: the request as it was run, with its seed.
+        request_id: the id under which it ran.
+    """
+
+    samples: npt.NDArray[np.float32]
+    sample_rate: int
+    finish_reason: str
+    request: SpeechRequest
+    request_id: str
+
+    @property
+    def seconds(self) -> float:
+        """How long it sounds."""
+        return len(self.samples) / self.sample_rate
+
+
+def new_request_id() -> str:
+    """An id that no other request has."""
+    return f"speech-{uuid.uuid4().hex}"
 
 
 class _Pace:
@@ -204,7 +233,7 @@ class SpeechEngine:
             GenerationCancelled: the engine dropped the request.
         """
         slot = slot or self.admit()
-        request_id = request_id or f"speech-{uuid.uuid4().hex}"
+        request_id = request_id or new_request_id()
         outcome, seconds, begin = "error", dict[str, float](), time.perf_counter()
         self.running += 1
         try:
@@ -224,6 +253,18 @@ class SpeechEngine:
             slot.release()
             self.ended[outcome] += 1
             self.on_end(RequestRecord(outcome, {**seconds, "whole": time.perf_counter() - begin}))
+
+    async def whole(self, request: SpeechRequest) -> SpeechOutput:
+        """All the sound of a request. Raises as ``generate`` does, ``GenerationError`` also where there is no sound."""
+        request_id, parts, reason = new_request_id(), list[npt.NDArray[np.float32]](), None
+        async with aclosing(self.generate(request, request_id=request_id)) as sounds:  # type: ignore[type-var]
+            async for sound in sounds:
+                parts.append(sound.samples)
+                reason = sound.finish_reason
+        samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        if not len(samples) or reason is None:
+            raise GenerationError(f"request {request_id}: the model made no sound")
+        return SpeechOutput(samples, self.model.sample_rate, reason, request, request_id)
 
     async def _utterance(self, request: SpeechRequest, request_id: str) -> Utterance:
         options = self.model.reference_options(request)

@@ -102,6 +102,11 @@ class VllmEngine:
         if self.client.errored:
             raise EngineDied(f"stage {self.stage!r} is dead")
 
+    def check_sleep(self, level: int) -> None:
+        """Raise ``ConfigError`` if the stage was not started with ``enable_sleep_mode``."""
+        if not self.client.vllm_config.model_config.enable_sleep_mode:
+            raise ConfigError(f"stage {self.stage!r} cannot sleep: start it with --enable-sleep-mode")
+
     async def sleep(self, level: int, mode: SleepMode) -> None:
         """vLLM's sleep mode: with level 1 the weights go to host memory.
 
@@ -110,8 +115,7 @@ class VllmEngine:
         Raises:
             ConfigError: the stage was not started with ``enable_sleep_mode``.
         """
-        if not self.client.vllm_config.model_config.enable_sleep_mode:
-            raise ConfigError(f"stage {self.stage!r} cannot sleep: start it with --enable-sleep-mode")
+        self.check_sleep(level)
         await self.client.sleep(level, mode)
 
     async def wake_up(self) -> None:

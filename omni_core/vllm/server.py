@@ -26,8 +26,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.logger import init_logger
 
 from omni_core.config.model import Resolved
-from omni_core.diffusion.results import sweep
 from omni_core.errors import ConfigError
+from omni_core.folders import sweep
 from omni_core.http.declared import describe
 from omni_core.http.files import lock_folder
 from omni_core.http.jobs import JobStore

@@ -17,7 +17,23 @@ class RunningSum(StageModule[list[np.ndarray]]):
     def load(cls, context: ModuleContext) -> RunningSum:
         if context.options.get("refuse"):
             raise CheckpointError(f"{context.checkpoint} is no good")
-        return cls()
+        module = cls()
+        module.weight = torch.nn.Parameter(torch.ones(2))
+        module.trouble = context.options.get("trouble")
+        if module.trouble == "cannot":
+            module.cannot_sleep = "its weights are nailed down"
+        return module
+
+    def sleep(self) -> None:
+        super().sleep()
+        if self.trouble == "sleep":
+            raise MemoryError("no room in the host")
+
+    def wake_up(self, context: ModuleContext) -> RunningSum:
+        if self.trouble == "wake":
+            self.trouble = None
+            raise MemoryError("no room on the device")
+        return super().wake_up(context)
 
     def open(self, options: Values) -> list[np.ndarray]:
         if options.get("refuse"):

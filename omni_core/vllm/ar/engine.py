@@ -36,6 +36,11 @@ TextStream = AsyncIterator[Sequence[int]]
 class TalkerEngine(VllmEngine):
     """One talker stage.
 
+    Its sleep is vLLM's, level 1, and untested on a device. By vLLM 0.32's source (``v1/worker/gpu_worker.py``,
+    ``device_allocator/cumem.py``) what recorded frames address stays where it is: ``load_model`` allocates in the pool
+    ``weights``, whose contents come back at the same virtual addresses. The weights are there, and the first tensors of
+    ``Rows``, which ``init_model_state`` makes; those that ``Rows`` grows to later lie outside of every pool.
+
     Args:
         resolved: what is served.
         config: the stage's configuration.

@@ -16,8 +16,8 @@ TOKENIZER = "qwen3_tts_tokenizer_12hz"
 CONTEXT = 8192
 """Rows of prompt and speech together: eleven minutes."""
 
-DECODER = {"cuda_graphs": True, "codec_dtype": "auto", "max_sessions": 256}
-"""Options of the decoder's stage; see ``CodecDecoder``."""
+DECODER = {"kernels": "pytorch", "cuda_graphs": True, "codec_dtype": "auto", "max_sessions": 256}
+"""Options of the decoder's stage; see ``StreamingDecoder``."""
 
 
 def pipeline(checkpoint: Checkpoint) -> Pipeline:

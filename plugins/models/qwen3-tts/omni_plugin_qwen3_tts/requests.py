@@ -10,6 +10,9 @@ from omni_core.speech.requests import SpeechRequest
 
 TaskType = Literal["CustomVoice", "VoiceDesign", "Base"]
 
+NO_VOICE = "default"
+"""What clients call no voice in particular, in small letters."""
+
 _CHECKPOINT = "the checkpoint's own where absent"
 
 
@@ -53,9 +56,9 @@ class Qwen3TTSRequest(SpeechRequest):
 
     @property
     def named_voice(self) -> str | None:
-        """The voice, in small letters; clients that must name one say ``default``, or nothing."""
+        """The voice, in small letters; clients that must name one say ``NO_VOICE``, or nothing."""
         name = (self.voice or "").strip().lower()
-        return None if name in ("", "default") else name
+        return None if name in ("", NO_VOICE) else name
 
     @property
     def instruction(self) -> str | None:

@@ -15,7 +15,7 @@ from omni_core.errors import CheckpointError, RequestError
 from omni_core.speech.contract import SpeechModel, Utterance
 from omni_plugin_qwen3_tts.config import Qwen3TTSConfig, Qwen3TTSTokenizer12HzConfig
 from omni_plugin_qwen3_tts.prompt import ROLE_TOKENS, TAIL_TOKENS, Voice, build_prompt, check_language, check_speaker
-from omni_plugin_qwen3_tts.requests import Qwen3TTSRequest, TaskType
+from omni_plugin_qwen3_tts.requests import NO_VOICE, Qwen3TTSRequest, TaskType
 from omni_plugin_qwen3_tts.text import TextTokenizer
 
 TASKS: Mapping[str, TaskType] = {"custom_voice": "CustomVoice", "voice_design": "VoiceDesign", "base": "Base"}
@@ -97,7 +97,7 @@ class Qwen3TTSSpeech(SpeechModel[Qwen3TTSRequest]):
         self.samples_per_frame = tokenizer_config.decode_upsample_rate
         self.num_code_groups = talker.num_code_groups
         self.end_code, self.stand_in = talker.codec_eos_token_id, talker.codec_pad_id
-        self.voices = sorted(talker.spk_id)
+        self.voices, self.reserved_voices = sorted(talker.spk_id), (NO_VOICE,)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Self:

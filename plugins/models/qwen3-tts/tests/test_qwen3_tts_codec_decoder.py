@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from omni_core.errors import CheckpointError, ConfigError
 from omni_core.module.client import ModuleEngine
 from omni_core.module.contract import ModuleContext
-from omni_core.module.process import ModuleSettings
+from omni_core.module.messages import Changed, Close, Open, Push, Sleep, WakeUp
+from omni_core.module.process import ModuleRunner, ModuleSettings
+from omni_core.plugins.declarations import load_reference
 from omni_plugin_qwen3_tts.codec_decoder import CodecDecoder
 from omni_speech_codec.streaming_layers import PastLayout, SlidingAttention
 
@@ -321,6 +323,8 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"codec_dtype": "float8"}, "codec_dtype is 'float8'; .* runs in auto, float32, bfloat16, float16"),
+            ({"kernels": "fast"}, "kernels is 'fast'; the codec's decoder has 'pytorch' and 'fused'"),
+            ({"kernels": "fused"}, "kernels 'fused' are for CUDA; this stage runs on cpu"),
             ({"max_sessions": 0}, "max_sessions is 0; expected a number of at least 1"),
         ],
     )
@@ -403,6 +407,37 @@ class TestRefusals:
         (speech / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         codes = random_codes(3)
         assert np.isfinite(stream(load(folder), codes, [3])).all()
+
+
+@pytest.mark.parametrize("name", ["codec_decoder:CodecDecoder", "reference_encoder:ReferenceEncoder"])
+def test_after_sleep_and_wake_up_the_same_bits_come_out(checkpoint_of, name):
+    """Given what a stage's process does with the module; the decoder keeps nothing of its weights meanwhile."""
+    codes = random_codes(9)
+    sound = np.random.default_rng(1).uniform(-0.5, 0.5, 24_000).astype(np.float32)
+    decodes = name.startswith("codec")
+    inputs = [codes[:4], codes[4:5], codes[5:]] if decodes else [sound]
+    context = ModuleContext(checkpoint_of("base"), torch.device("cpu"), torch.float32)
+    module = load_reference(f"omni_plugin_qwen3_tts.{name}").load(context)
+    answers = []
+    runner = ModuleRunner(module, context, answers.append, max_batch=4)
+
+    def outputs():
+        answers.clear()
+        runner.receive(Open("x", {}))
+        for number, values in enumerate(inputs):
+            runner.receive(Push("x", number, {"codes" if decodes else "audio": values}))
+            runner.step()
+        runner.receive(Close("x"))
+        assert [answer.error for answer in answers] == [None] * len(inputs)
+        return [array.tobytes() for answer in answers for _, array in sorted(answer.values.items())]
+
+    before = outputs()
+    for _ in range(2):
+        runner.receive(Sleep())
+        assert not decodes or module.network is None is module.slots
+        runner.receive(WakeUp())
+        assert answers[-2:] == [Changed(), Changed()]
+        assert outputs() == before
 
 
 @pytest.mark.serve

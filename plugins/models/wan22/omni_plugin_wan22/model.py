@@ -130,10 +130,11 @@ class WanModel(DiffusionModel[WanRequest, WanState]):
         guided = [i for i, state in enumerate(states) if state.negative is not None]
         rows = [*range(len(states)), *guided]
         inputs = [state.network_input.to(transformer.dtype) for state in states]
-        timesteps = _timesteps(states).to(inputs[0].device, non_blocking=True)
+        # Chosen on the host: an index from there would make it wait for the device.
+        timesteps = _timesteps(states)[rows].to(inputs[0].device, non_blocking=True)
         negatives = [state.negative for state in states if state.negative is not None]
         text = torch.cat([*(state.prompt for state in states), *negatives])
-        velocity = transformer(torch.cat([inputs[i] for i in rows]), timesteps[rows], text)
+        velocity = transformer(torch.cat([inputs[i] for i in rows]), timesteps, text)
         unconditional = iter(velocity[len(states) :].split(1))
         return [
             _guide(conditional, next(unconditional), state.guidance[expert])

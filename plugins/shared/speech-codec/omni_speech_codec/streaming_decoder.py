@@ -4,8 +4,8 @@ A session's state is of constant size. Chunks of equal length are decoded togeth
 come. There is no tail: everything is causal and references cut what transposed convolutions give beyond the last
 frame, so that the last chunk is like any other. Where they cut as much from the begin, the first chunk is shorter.
 
-On CUDA the network is ``fused_network.py``, in 16 bits, and a state is a slot of its pool; elsewhere it is
-``codec_network.py`` in PyTorch, and a state is a tensor.
+The network is ``codec_network.py`` in PyTorch, and a state is a tensor; or on CUDA, where it is asked for,
+``fused_network.py``, in 16 bits, and a state is a slot of its pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """What the option ``codec_dtype`` can be, beside ``AUTO``."""
 
 AUTO = "auto"
-"""float16 on CUDA, whose samples are nearer to float32's than bfloat16's; the stage's dtype elsewhere."""
+"""float16 for ``FUSED``, whose samples are nearer to float32's than bfloat16's; the stage's dtype otherwise."""
+
+PYTORCH, FUSED = "pytorch", "fused"
+"""What the option ``kernels`` can be: ``FUSED``, on CUDA alone, has not been seen to work on a GPU yet."""
 
 MAX_SESSIONS = 256
 """The option ``max_sessions`` where nobody sets it: 3 MB each in 16 bits."""
@@ -58,12 +61,12 @@ class StreamingDecoder(StageModule[DecoderState]):
     ``samples_per_frame`` for each frame, without the first ``skipped`` of a session. An input with ``"silent": True``
     gives ``{}``: the frames are what the next ones continue, such as the reference of a cloned voice.
 
-    Options of the stage: ``codec_dtype`` (see ``DTYPES`` and ``AUTO``), and for CUDA ``cuda_graphs`` (default true) and
-    ``max_sessions``, that can be open at a time.
+    Options of the stage: ``codec_dtype`` (see ``DTYPES`` and ``AUTO``), ``kernels`` (see ``PYTORCH``), and for fused
+    ones ``cuda_graphs`` (default true) and ``max_sessions``, that can be open at a time.
 
     Args:
         network: what computes in PyTorch, if ``slots`` does not.
-        slots: what computes on CUDA.
+        slots: what computes with fused kernels.
         max_sessions: that ``slots`` has room for.
     """
 
@@ -98,25 +101,37 @@ class StreamingDecoder(StageModule[DecoderState]):
             CheckpointError: it does not fit.
             ConfigError: an option is what it cannot be.
         """
-        cuda = context.device.type == "cuda"
+        kernels = context.options.get("kernels", PYTORCH)
+        if kernels not in (PYTORCH, FUSED):
+            raise ConfigError(f"kernels is {kernels!r}; the codec's decoder has {PYTORCH!r} and {FUSED!r}")
+        if (fused := kernels == FUSED) and context.device.type != "cuda":
+            raise ConfigError(f"kernels {FUSED!r} are for CUDA; this stage runs on {context.device.type}")
         name = context.options.get("codec_dtype", AUTO)
         if name not in (AUTO, *DTYPES):
             raise ConfigError(f"codec_dtype is {name!r}; the codec's decoder runs in {', '.join((AUTO, *DTYPES))}")
-        dtype = DTYPES[name] if name != AUTO else torch.float16 if cuda else context.dtype
+        dtype = DTYPES[name] if name != AUTO else torch.float16 if fused else context.dtype
         sessions = context.options.get("max_sessions", MAX_SESSIONS)
         if not isinstance(sessions, int) or sessions < 1:
             raise ConfigError(f"max_sessions is {sessions!r}; expected a number of at least 1")
-        network = cls.read(context, torch.float32 if cuda else dtype)
-        if not cuda:
+        network = cls.read(context, torch.float32 if fused else dtype)
+        if not fused:
             return cls(network)
         # Triton comes with PyTorch for GPUs only
         from omni_speech_codec.fused_network import FusedNetwork
         from omni_speech_codec.step_graphs import GraphSettings, SlotDecoder
 
         with torch.inference_mode():
-            fused = FusedNetwork(network, dtype, sessions + 1)
+            slots = FusedNetwork(network, dtype, sessions + 1)
             graphs = bool(context.options.get("cuda_graphs", True))
-            return cls(None, SlotDecoder(fused, GraphSettings(), graphs=graphs), sessions)
+            return cls(None, SlotDecoder(slots, GraphSettings(), graphs=graphs), sessions)
+
+    def sleep(self) -> None:
+        """Let go of all: weights are copied where graphs know their addresses, and the checkpoint has them still."""
+        self.network = self.slots = None
+
+    def wake_up(self, context: ModuleContext) -> Self:
+        """Read the checkpoint again, and record again."""
+        return self.load(context)
 
     def open(self, options: Values) -> DecoderState:
         """A session at its beginning.
