@@ -20,6 +20,8 @@ from omni_core.vllm.ar.slots import Rows
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 """See ``Platform.capture``."""
 
+_WARPS = ("temperature", "top_k", "top_p")
+
 Recorded = tuple[Callable[[], None], torch.Tensor]
 
 
@@ -121,9 +123,8 @@ class FrameSteps:
         def choose(
             logits: torch.Tensor, group: int, table: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            prefix = "" if group else "token_"
-            warp = (settings[f"{prefix}{name}"] for name in ("temperature", "top_k", "top_p"))
-            return self._sample(logits, *warp, settings["seed"], counters[group], table)
+            temperature, top_k, top_p = (settings[f"{'' if group else 'token_'}{name}"] for name in _WARPS)
+            return self._sample(logits, temperature, top_k, top_p, settings["seed"], counters[group], table)
 
         logits = self._penalise(inputs.logits, kept.seen[rows], settings["penalty"])
         early = (frames < settings["min_frames"])[:, None] & (self._vocabulary(logits) == self.model.end_code)
