@@ -261,7 +261,7 @@ class DecodeAttention:
             KV_HEADS=self.kv_heads,
             HALF=self.head_dim // 2,
             SPLITS=splits,
-            KEYS=64,
+            KEYS=32,
             PDL=pdl,
             num_warps=4,
             **launch_options(pdl),
