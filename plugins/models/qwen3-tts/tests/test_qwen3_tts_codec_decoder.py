@@ -325,6 +325,7 @@ class TestRefusals:
             ({"codec_dtype": "float8"}, "codec_dtype is 'float8'; .* runs in auto, float32, bfloat16, float16"),
             ({"kernels": "fast"}, "kernels is 'fast'; the codec's decoder has 'pytorch' and 'fused'"),
             ({"kernels": "fused"}, "kernels 'fused' are for CUDA; this stage runs on cpu"),
+            ({"max_sessions": 8}, "max_sessions is of kernels 'fused'; 'pytorch' ones take as many as there are"),
             ({"max_sessions": 0}, "max_sessions is 0; expected a number of at least 1"),
         ],
     )

@@ -53,10 +53,9 @@ def fused_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     swiglu: bool = False,
-    bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """``out = residual + act(rms_norm(x) @ weight.T + bias)``, each part where it is asked for.
+    """``out = residual + act(rms_norm(x) @ weight.T)``, each part where it is asked for.
 
     Args:
         x: [rows, inputs]; its last dimension is contiguous.
@@ -64,7 +63,6 @@ def fused_linear(
         out: [rows, outputs], or [requests, positions, outputs] for as many rows; its last dimension is contiguous.
         norm: [inputs], the weight of the norm.
         residual: [rows, outputs], may be ``out``.
-        bias: [outputs].
 
     Returns:
         ``out``.
@@ -77,14 +75,13 @@ def fused_linear(
     held = small and rows <= SOME and inputs <= HELD
     if rows > FEW and norm is not None and not held:
         x, norm = rms_norm(x, norm, eps, pdl=pdl), None
-    if rows > FEW and (rows > MANY or not small) and positions == 1 and bias is None and out.dtype == x.dtype:
+    if rows > FEW and (rows > MANY or not small) and positions == 1 and out.dtype == x.dtype:
         _library_linear(x, weight, out[:, 0] if out.dim() == 3 else out, residual, swiglu, pdl)
         return out
     arguments = (
         x,
         x if norm is None else norm,
         weight,
-        x if bias is None else bias,
         out if residual is None else residual,
         out,
         rows,
@@ -99,7 +96,6 @@ def fused_linear(
     parts = {
         "NORM": norm is not None,
         "SWIGLU": swiglu,
-        "BIAS": bias is not None,
         "RESIDUAL": residual is not None,
         "PDL": pdl,
         **launch_options(pdl),
@@ -215,7 +211,6 @@ def _few_rows_kernel(
     x,
     norm,
     weight,
-    bias,
     residual,
     out,
     rows,
@@ -233,7 +228,6 @@ def _few_rows_kernel(
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -272,8 +266,6 @@ def _few_rows_kernel(
             total = tl.sum(w.to(tl.float32) * row[None, :], axis=1) * factor
             if SWIGLU:
                 total = total * tl.sigmoid(total) * (tl.sum(up.to(tl.float32) * row[None, :], axis=1) * factor)
-            if BIAS:
-                total += tl.load(bias + n, mask=inside, other=0).to(tl.float32)
             if RESIDUAL:
                 total += tl.load(residual + m * residual_stride + n, mask=inside, other=0).to(tl.float32)
             target = out + (m // positions) * out_stride + (m % positions) * position_stride + n
@@ -285,7 +277,6 @@ def _some_rows_kernel(
     x,
     norm,
     weight,
-    bias,
     residual,
     out,
     rows,
@@ -304,7 +295,6 @@ def _some_rows_kernel(
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -339,8 +329,6 @@ def _some_rows_kernel(
             ups *= factor
         total = total * tl.sigmoid(total) * ups
     stored = (m < rows)[:, None] & inside[None, :]
-    if BIAS:
-        total += tl.load(bias + n, mask=inside, other=0).to(tl.float32)[None, :]
     if RESIDUAL:
         total += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=stored, other=0).to(tl.float32)
     target = out + (m // positions)[:, None] * out_stride + (m % positions)[:, None] * position_stride + n[None, :]
@@ -352,7 +340,6 @@ def _many_rows_kernel(
     x,
     norm,
     weight,
-    bias,
     residual,
     out,
     rows,
@@ -369,7 +356,6 @@ def _many_rows_kernel(
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -397,8 +383,6 @@ def _many_rows_kernel(
     if SWIGLU:
         total = total * tl.sigmoid(total) * ups
     stored = (m < rows)[:, None] & inside[None, :]
-    if BIAS:
-        total += tl.load(bias + n, mask=inside, other=0).to(tl.float32)[None, :]
     if RESIDUAL:
         total += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=stored, other=0).to(tl.float32)
     target = out + (m // positions)[:, None] * out_stride + (m % positions)[:, None] * position_stride + n[None, :]

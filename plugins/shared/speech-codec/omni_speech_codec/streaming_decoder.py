@@ -113,6 +113,8 @@ class StreamingDecoder(StageModule[DecoderState]):
         sessions = context.options.get("max_sessions", MAX_SESSIONS)
         if not isinstance(sessions, int) or sessions < 1:
             raise ConfigError(f"max_sessions is {sessions!r}; expected a number of at least 1")
+        if not fused and sessions != MAX_SESSIONS:
+            raise ConfigError(f"max_sessions is of kernels {FUSED!r}; {PYTORCH!r} ones take as many as there are")
         network = cls.read(context, torch.float32 if fused else dtype)
         if not fused:
             return cls(network)
